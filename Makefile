@@ -1,0 +1,36 @@
+# make install | demo | test | lint. With a GPU: make install CONSTRAINTS= EXTRAS=gpu,report,data,logging,dev
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= report,data,logging,dev
+CONSTRAINTS ?= constraints.txt
+PIP_ARGS ?=
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed.stamp
+
+.PHONY: install demo test lint clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "longrecall needs Python 3.11 or newer; try make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[$(EXTRAS)]"
+	@touch $@
+
+demo: install
+	$(BIN)/longrecall demo
+
+# Each worker gets one thread: the tests are many and small.
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,165 @@
+"""Train many small models at once on one GPU: every training step is a CUDA graph on a stream of its own.
+
+A model of half a million parameters is bound by kernel launches: alone it leaves a large GPU idle. Here the whole step
+(forward, backward, clipping, AdamW) of each model is captured once and replayed, and the models of one experiment run
+side by side. They read the same batches in the same order, so arms of a comparison differ in nothing but themselves.
+Without a GPU the same code runs the step eagerly, one model after another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from longrecall.layers.handover import Handover
+from longrecall.models.recurrent_lm import RecurrentLM
+
+NO_DECAY = ("norm.weight", "bias", "A_log", ".D", "dt_bias", "mixing", "conv.weight")
+
+
+@dataclass
+class Plan:
+    """How one model is trained."""
+
+    name: str
+    learning_rate: float
+    touched: frozenset[str] = frozenset()
+    touched_rate: float | None = None
+    state_passing: bool = False
+    handover_share: float = 0.5
+    warmup: int = 100
+    hold: float = 0.0
+    """Share of the steps, after the warm-up, during which the peak is held before the cosine begins."""
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    extra: dict = field(default_factory=dict)
+
+
+def rate_factor(step: int, steps: int, plan: Plan) -> float:
+    """Linear warm-up, a plateau, then a cosine to zero."""
+    if step < plan.warmup:
+        return (step + 1) / plan.warmup
+    start = max(plan.warmup, int(plan.hold * steps))
+    if step < start:
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * (step - start) / max(1, steps - start)))
+
+
+class Run:
+    """One model, its optimizer and its captured step; reads the batch from shared static buffers."""
+
+    def __init__(self, model: RecurrentLM, plan: Plan, steps: int, ids: Tensor, labels: Tensor) -> None:
+        self.model, self.plan, self.steps = model.train(), plan, steps
+        self.ids, self.labels = ids, labels
+        self.device = ids.device
+        self.on_gpu = self.device.type == "cuda"
+        self.loss = torch.zeros((), device=self.device)
+        self.optimizer = self._optimizer()
+        self.state = model.zero_state(ids.shape[0])
+        self.handovers = [m for m in model.modules() if isinstance(m, Handover)]
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if self.on_gpu:
+            self.stream = torch.cuda.Stream()
+            self._capture()
+
+    def _optimizer(self) -> torch.optim.AdamW:
+        plan, groups = self.plan, {}
+        for name, parameter in self.model.named_parameters():
+            if name == "lm_head.weight" and self.model.config.tie_word_embeddings:
+                continue
+            rate = plan.touched_rate if name in plan.touched and plan.touched_rate else plan.learning_rate
+            decay = 0.0 if name.endswith(NO_DECAY) or "embeddings" in name else plan.weight_decay
+            groups.setdefault((rate, decay), []).append(parameter)
+        self.rates = [rate for rate, _ in groups]
+        return torch.optim.AdamW(
+            [
+                {"params": params, "lr": torch.tensor(rate, device=self.device), "weight_decay": decay}
+                for (rate, decay), params in groups.items()
+            ],
+            betas=(0.9, 0.95),
+            fused=True,
+            capturable=self.on_gpu,
+        )
+
+    def _step(self) -> None:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, cache_enabled=False, enabled=self.on_gpu):
+            out = self.model(self.ids, labels=self.labels, past_key_values=self.state)
+        self.loss.copy_(out.loss.detach())
+        out.loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.plan.state_passing:
+            for before, after in zip(self.state.layers, out.past_key_values.layers, strict=True):
+                for name in before:
+                    before[name].copy_(after[name].detach())
+
+    def _capture(self) -> None:
+        """Warm up with learning rate zero, forget what that left in the optimizer, then record the step."""
+        self._set_rates(0.0)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for _ in range(3):
+                self._step()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self._step()
+            for values in self.optimizer.state.values():
+                for tensor in values.values():
+                    tensor.zero_()
+            for layer in self.state.layers:
+                for tensor in layer.values():
+                    tensor.zero_()
+        torch.cuda.synchronize()
+
+    def _set_rates(self, factor: float) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"].fill_(rate * factor)
+
+    def advance(self, step: int) -> None:
+        """Enqueue one training step."""
+        progress = min(1.0, step / max(1.0, self.plan.handover_share * self.steps))
+        if not self.on_gpu:
+            self._prepare(step, progress)
+            self._step()
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self._prepare(step, progress)
+            assert self.graph is not None
+            self.graph.replay()
+
+    def _prepare(self, step: int, progress: float) -> None:
+        self._set_rates(rate_factor(step, self.steps, self.plan))
+        for module in self.handovers:
+            module.progress.fill_(progress)
+
+
+def train(
+    runs: list[Run],
+    steps: int,
+    next_batch: Callable[[int], tuple[Tensor, Tensor]],
+    ids: Tensor,
+    labels: Tensor,
+    on_step: Callable[[int], None] | None = None,
+    first: int = 0,
+) -> None:
+    """Advance every run by `steps` - `first` steps over the same batches."""
+    for step in range(first, steps):
+        fresh_ids, fresh_labels = next_batch(step)
+        if ids.is_cuda:
+            for run in runs:
+                torch.cuda.current_stream().wait_stream(run.stream)
+        ids.copy_(fresh_ids, non_blocking=True)
+        labels.copy_(fresh_labels, non_blocking=True)
+        for run in runs:
+            run.advance(step)
+        if on_step is not None:
+            on_step(step)
+    if ids.is_cuda:
+        torch.cuda.synchronize()

@@ -1,0 +1,180 @@
+"""The evidence: six ways to go on from a base model at equal tokens, each at its own best learning rate.
+
+Arms: plain continued training, and the five initialisations of the enlarged state. First every arm tries each learning
+rate of the touched parameters (one seed, with state passing); then each arm runs at its best one with three seeds, with
+and without state passing. All arms share the schedule and, seed by seed, every batch.
+Usage: python experiments/post_training.py --base src/longrecall/assets/gla-base --method merge_heads ... (see --help)
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from engine import Plan, Run, train
+from measure import bits_per_byte, passkey_counts, phonebook_counts
+from mixture import Books, Recall, recall_loader
+
+import longrecall
+from longrecall.models.loading import load
+from longrecall.surgery.expand import expand
+
+ARMS = ("plain", "reinit", "inherit", "preserve", "perturb", "handover")
+RATES = (1e-3, 3e-3, 1e-2)
+PAIRS = (1, 2, 4, 8, 16, 32, 64)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+EDGES = [0, 256, 512, 1024, 2048, 4096, 8192, 16384]
+
+
+class Study:
+    """One base model, its arms and the text they read."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        torch.backends.cuda.matmul.allow_tf32 = True
+        self.corpus, self.validation = Books(args.corpus, self.device), Books(args.validation, self.device)
+        self.began = time.time()
+        self.folder = Path(tempfile.mkdtemp())
+        self.touched = {}
+        for arm in ARMS[1:]:
+            options = {"factor": args.factor} if args.method == "grow_state" else {}
+            summary = expand(args.base, self.folder / arm, args.method, "all", arm, seed=0, **options)
+            self.touched[arm] = frozenset(summary.touched)
+        self.touched["plain"] = self.touched["reinit"]
+        self.record = {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "longrecall": longrecall.__version__,
+            "hardware": torch.cuda.get_device_name() if self.device == "cuda" else platform.processor(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "settings": {k: str(v) for k, v in vars(args).items()}
+            | {"rates": RATES, "lengths": LENGTHS, "edges": EDGES},
+            "state_size": {"before": load(args.base).state_size(), "after": load(self.folder / "reinit").state_size()},
+            "selection": [],
+            "results": [],
+        }
+
+    def save(self) -> None:
+        self.args.out.write_text(json.dumps(self.record, indent=1))
+
+    def say(self, text: str) -> None:
+        print(f"{time.time() - self.began:6.0f} s  {text}", flush=True)
+
+    def train_group(self, seed: int, wishes: list[tuple[str, float, bool]]) -> list[Run]:
+        """Train (arm, touched rate, state passing) side by side on the batches of one seed."""
+        args = self.args
+        books, keys = args.batch * 5 // 16, args.batch // 8
+        ids = torch.zeros(args.batch, args.length, dtype=torch.long, device=self.device)
+        labels = ids.clone()
+        runs = []
+        for arm, rate, passing in wishes:
+            path = args.base if arm == "plain" else self.folder / arm
+            plan = Plan(
+                arm, args.learning_rate, self.touched[arm], rate, passing, warmup=args.warmup, hold=0.5, seed=seed
+            )
+            runs.append(Run(load(path, torch.float32, self.device), plan, args.steps, ids, labels))
+        loader = recall_loader(
+            Recall(1000 + seed, args.steps, args.length, args.batch - books - keys, keys, most_pairs=64, ramp=0.0),
+            args.workers,
+        )
+        generator = torch.Generator(device=self.device).manual_seed(1000 + seed)
+
+        def next_batch(step: int):
+            made = [torch.as_tensor(x).to(self.device, non_blocking=True) for x in next(loader)]
+            text = self.corpus.crops(generator, books, args.length)
+            return torch.cat([text, made[0]]), torch.cat([text, made[1]])
+
+        train(runs, args.steps, next_batch, ids, labels)
+        for run in runs:
+            run.graph = None
+            for module in run.handovers:
+                module.progress.fill_(1.0)
+            run.model.eval()
+        return runs
+
+    def score(self, model) -> float:
+        """What the learning rate is chosen by: mean recall over 4 to 64 pairs, on books of their own."""
+        counts = [phonebook_counts(model, pairs, 1024, 99) for pairs in PAIRS[2:]]
+        return float(np.mean([c[:, 0].sum() / c[:, 1].sum() for c in counts]))
+
+    def measure(self, model, seed: int) -> dict:
+        """Every cell of one model as counts (right, asked) and means."""
+        books = {p: phonebook_counts(model, p, self.args.queries, seed) for p in PAIRS}
+        return {
+            "phonebook": {p: [int(c[:, 0].sum()), int(c[:, 1].sum()), spread(c)] for p, c in books.items()},
+            "passkey": {n: passkey_counts(model, n, self.args.passkeys, seed) for n in LENGTHS},
+            "bits_per_byte": bits_per_byte(model, self.validation, EDGES, 64, seed),
+        }
+
+
+def spread(counts: np.ndarray) -> float:
+    """Standard error of the share of right answers, books as the independent units."""
+    share = counts[:, 0] / counts[:, 1]
+    return float(share.std(ddof=1) / np.sqrt(len(share)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--method", required=True, choices=("merge_heads", "grow_state"))
+    parser.add_argument("--factor", type=int, default=4)
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--validation", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--warmup", type=int, default=50)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--queries", type=int, default=4096)
+    parser.add_argument("--passkeys", type=int, default=1408)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=12)
+    args = parser.parse_args()
+    study = Study(args)
+    best = {}
+    for rate in RATES:
+        runs = study.train_group(0, [(arm, rate, True) for arm in ARMS])
+        for run in runs:
+            found = study.score(run.model)
+            study.record["selection"].append(
+                {"arm": run.plan.name, "rate": rate, "score": found, "loss": run.loss.item()}
+            )
+            study.say(f"select {run.plan.name} {rate:g} {found:.4f} loss {run.loss.item():.4f}")
+            if run.plan.name not in best or found > best[run.plan.name][0]:
+                best[run.plan.name] = (found, rate)
+        del runs, run
+        gc.collect()
+        torch.cuda.empty_cache()
+        study.save()
+    study.record["results"].append({"arm": "base", **study.measure(load(args.base, torch.float32, study.device), 0)})
+    for seed in range(args.seeds):
+        for passing in (True, False):
+            runs = study.train_group(seed, [(arm, best[arm][1], passing) for arm in ARMS])
+            for run in runs:
+                row = {"arm": run.plan.name, "seed": seed, "state_passing": passing, "rate": run.plan.touched_rate}
+                row |= {"loss": run.loss.item(), **study.measure(run.model, seed)}
+                study.record["results"].append(row)
+                recall = {p: round(c[0] / c[1], 3) for p, c in row["phonebook"].items()}
+                keys = {n: round(c[0] / c[1], 3) for n, c in row["passkey"].items()}
+                study.say(
+                    f"{run.plan.name} seed {seed} passing {passing} {recall} {keys} {[round(b, 3) for b, _ in row['bits_per_byte']]}"
+                )
+            study.save()
+            del runs, run
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Pretrain the two small base models that ship with longrecall (one Mamba-2, one GLA) on one GPU.
+
+Whether a small recurrent model learns recall at all is a lottery over seeds: some sit on the plateau of guessing among
+the stored numbers. So several seeds start, the best of each family by recall of two pairs goes on, and the log says so.
+Usage: python experiments/pretrain.py --corpus corpus_train.txt.xz --validation corpus_val.txt.xz --out FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from engine import Plan, Run, train
+from measure import bits_per_byte, passkey_counts, phonebook_counts
+from mixture import Books, Recall, recall_loader
+from safetensors.torch import save_file
+
+from longrecall.models.config import RecurrentConfig
+from longrecall.models.recurrent_lm import RecurrentLM
+
+LENGTH = 512
+PAIRS = (1, 2, 4, 8, 16, 32)
+CANDIDATES = {
+    "mamba2": {
+        "hidden_size": 160,
+        "layers": [{"mixer": {"type": "mamba2", "inner_dim": 320, "head_dim": 64, "state_dim": 8}}] * 3,
+    },
+    "gla": {
+        "hidden_size": 128,
+        "layers": [
+            {"mixer": {"type": "gla", "num_heads": 4, "key_dim": 4, "value_dim": 32, "conv_width": 4}, "mlp_size": 320}
+        ]
+        * 3,
+    },
+    "gla_k2": {
+        "hidden_size": 128,
+        "layers": [
+            {"mixer": {"type": "gla", "num_heads": 4, "key_dim": 2, "value_dim": 32, "conv_width": 4}, "mlp_size": 320}
+        ]
+        * 3,
+    },
+}
+
+
+def build(name: str, seed: int, device: str) -> RecurrentLM:
+    """A fresh model; the tokens are bytes, 256 the end, 257 the padding."""
+    torch.manual_seed(seed)
+    config = RecurrentConfig(
+        context_length=LENGTH, bos_token_id=256, eos_token_id=256, pad_token_id=257, **CANDIDATES[name]
+    )
+    return RecurrentLM(config).to(device)
+
+
+def measure(run: Run, validation: Books, queries: int) -> dict:
+    """A quick look at one model."""
+    run.model.eval()
+    result = {
+        "name": run.plan.name,
+        "loss": run.loss.item(),
+        "phonebook": {p: round(mean(phonebook_counts(run.model, p, queries, 0)), 3) for p in PAIRS},
+        "passkey": {n: round(passkey_counts(run.model, n, 256, 0)[0] / 256, 3) for n in (128, 512, 1024, 2048)},
+        "bits_per_byte": [
+            round(x, 3) for x, _ in bits_per_byte(run.model, validation, [0, 256, 512, 1024, 2048], 64, 0)
+        ],
+    }
+    run.model.train()
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def mean(counts) -> float:
+    """Share of right answers."""
+    return float(counts[:, 0].sum() / counts[:, 1].sum())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--validation", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=26000)
+    parser.add_argument("--trial-steps", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop early, at the last finished check")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--trials", default="mamba2:0,mamba2:1,mamba2:2,mamba2:3,gla:0,gla:1,gla:2,gla_k2:0")
+    parser.add_argument("--workers", type=int, default=12)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.backends.cuda.matmul.allow_tf32 = True
+    args.out.mkdir(parents=True, exist_ok=True)
+    began = time.time()
+    corpus, validation = Books(args.corpus, device), Books(args.validation, device)
+    books, keys = args.batch * 5 // 16, args.batch // 8
+    data = Recall(0, args.steps, LENGTH, args.batch - books - keys, keys)
+    loader = recall_loader(data, args.workers)
+    generator = torch.Generator(device=device).manual_seed(0)
+    ids = torch.zeros(args.batch, LENGTH, dtype=torch.long, device=device)
+    labels = ids.clone()
+    runs = []
+    for trial in args.trials.split(","):
+        name, seed = trial.split(":")
+        plan = Plan(trial, args.learning_rate, warmup=200, seed=int(seed))
+        runs.append(Run(build(name, int(seed), device), plan, args.steps, ids, labels))
+
+    def next_batch(step: int):
+        made, wanted = next(loader)
+        text = corpus.crops(generator, books, LENGTH)
+        made, wanted = (torch.as_tensor(x).to(device, non_blocking=True) for x in (made, wanted))
+        return torch.cat([text, made]), torch.cat([text, wanted])
+
+    log = []
+
+    def look(step: int, queries: int) -> list[dict]:
+        found = [
+            {"step": step, "seconds": round(time.time() - began, 1), **measure(run, validation, queries)}
+            for run in runs
+        ]
+        log.extend(found)
+        (args.out / "pretraining.json").write_text(json.dumps(log, indent=1))
+        return found
+
+    step = 0
+    for stop in [args.trial_steps, *range(6000, args.steps, 4000), args.steps]:
+        if time.time() - began > args.seconds:
+            break
+        train(runs, stop, next_batch, ids, labels, first=step)
+        step = stop
+        print(f"step {step}, {time.time() - began:.0f} s", flush=True)
+        found = look(step, 1024)
+        if step == args.trial_steps:
+            best = {}
+            for run, result in zip(runs, found, strict=True):
+                family = run.plan.name[:3]
+                score = result["phonebook"][2] + result["phonebook"][4]
+                if family not in best or score > best[family][0] + (0.3 if "k2" in run.plan.name else 0):
+                    best[family] = (score, run)
+            runs = [run for _, run in best.values()]
+    for run in runs:
+        weights = {name: t.contiguous().cpu() for name, t in run.model.state_dict().items() if name != "lm_head.weight"}
+        save_file(weights, args.out / f"{run.plan.name.split('_')[0].split(':')[0]}.safetensors")
+        (args.out / f"{run.plan.name.split('_')[0].split(':')[0]}.json").write_text(run.model.config.to_json_string())
+    print(f"done after {step} steps, {time.time() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""longrecall gives a linear-recurrent language model a bigger and better memory, and proves it.
+
+Importing this package is cheap: torch and transformers are imported when something that needs them is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from longrecall._registration import register_auto_classes
+
+if TYPE_CHECKING:
+    from longrecall.models.config import RecurrentConfig
+    from longrecall.models.loading import load
+    from longrecall.models.recurrent_lm import RecurrentLM
+    from longrecall.models.state import RecurrentState
+    from longrecall.surgery.expand import expand
+
+__version__ = "0.1.0"
+
+__all__ = ["RecurrentConfig", "RecurrentLM", "RecurrentState", "__version__", "expand", "load"]
+
+_HOMES = {
+    "RecurrentConfig": "longrecall.models.config",
+    "RecurrentLM": "longrecall.models.recurrent_lm",
+    "RecurrentState": "longrecall.models.state",
+    "expand": "longrecall.surgery.expand",
+    "load": "longrecall.models.loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name where it lives, once (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_auto_classes()

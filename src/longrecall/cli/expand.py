@@ -1,0 +1,77 @@
+"""`longrecall expand`: enlarge the recurrent state of a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from longrecall.errors import UserError
+
+HELP = "enlarge the recurrent state of a checkpoint, in chosen layers"
+EXAMPLE = "longrecall expand base/ bigger/ --method grow_state --layers every:12 --init preserve --set state_dim=512"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
+    parser.add_argument("checkpoint", metavar="CKPT", help="the checkpoint to start from; it is not changed")
+    parser.add_argument("output", metavar="OUT", help="the folder to write; complete at the end, or not there")
+    parser.add_argument("--method", required=True, help="merge_heads (GLA, RetNet) or grow_state (Mamba-2)")
+    parser.add_argument("--layers", default="every:6", help="every:M, first:N, all, or 0,6,12 [%(default)s]")
+    parser.add_argument(
+        "--init", default="preserve", help="preserve, perturb, handover, reinit or inherit [%(default)s]"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the fresh numbers [%(default)s]")
+    parser.add_argument(
+        "--set",
+        dest="options",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the method, e.g. factor=4, state_dim=512, shrink=0.5, statex=true; repeatable",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
+    parser.add_argument("--force", action="store_true", help="replace OUT when it exists")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Expand, print the table (or JSON), return the exit code."""
+    options = parse_options(args.options)
+    from longrecall.surgery.expand import expand_with
+
+    summary = expand_with(
+        args.checkpoint,
+        args.output,
+        method=args.method,
+        layers=args.layers,
+        init=args.init,
+        seed=args.seed,
+        dry_run=args.dry_run,
+        force=args.force,
+        options=options,
+    )
+    if args.json:
+        print(json.dumps(summary.to_dict(), indent=2))
+        return 0
+    print(summary.table())
+    print("dry run: nothing was written" if args.dry_run else f"wrote {args.output}")
+    return 0
+
+
+def parse_options(pairs: list[str]) -> dict[str, Any]:
+    """Return `["factor=4", "statex=true"]` as `{"factor": 4, "statex": True}`; raise UserError on anything else."""
+    import yaml
+
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key.strip() or not text.strip():
+            raise UserError(f'--set "{pair}": write key=value, e.g. --set factor=4')
+        if key.strip() in options:
+            raise UserError(f"--set {key.strip()} is given twice; give it once")
+        try:
+            options[key.strip()] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise UserError(f'--set "{pair}": the value is not a number, a word, true or false') from None
+    return options

@@ -1,0 +1,178 @@
+"""`longrecall generate`: continue a prompt; read a long text once, keep its state, ask many times."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from longrecall.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from longrecall.models.recurrent_lm import RecurrentLM
+    from longrecall.models.state import RecurrentState
+
+HELP = "continue a prompt, or read a text once and ask about it many times"
+EXAMPLE = (
+    "longrecall generate bigger/ --prompt-file book.txt --save-state book.safetensors\n"
+    '  longrecall generate bigger/ --load-state book.safetensors --prompt "Who was she?" --max-new-tokens 40'
+)
+SEGMENT = 2048
+"""Tokens read at once: longer prompts carry the state over, so memory does not grow with them."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint folder or hub id")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="what to continue")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file that holds it; - is standard input")
+    parser.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="how many to write [64; 0 with --save-state, which only reads]"
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="sample; without it the likeliest token is taken"
+    )
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that sum up to P")
+    parser.add_argument("--beams", type=int, default=1, metavar="N", help="beam search with N beams [%(default)s]")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
+    parser.add_argument("--save-state", metavar="FILE", help="keep the state after the prompt")
+    parser.add_argument("--load-state", metavar="FILE", help="start from a kept state: the prompt is what comes after")
+    parser.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 [as stored]")
+    parser.add_argument("--device", help="cpu, cuda, ... [cpu]")
+    parser.add_argument("--json", action="store_true", help="print text and counts as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, keep, write; return the exit code."""
+    _check(args)
+    text = _prompt(args)
+    import longrecall
+    from longrecall.evaluation.checkpoint import load_tokenizer
+    from longrecall.evaluation.results import check_writable
+
+    if args.save_state is not None:
+        check_writable(args.save_state)  # before hours of reading, not after
+    model = longrecall.load(args.checkpoint, dtype=args.dtype, device=args.device)
+    tokenizer = load_tokenizer(args.checkpoint, int(model.config.vocab_size))
+    start = None if args.load_state is None else longrecall.RecurrentState.load(args.load_state, model)
+    # What follows a kept state is no beginning: it gets no token that marks one.
+    tokens = list(tokenizer.encode(text, add_special_tokens=start is None))
+    if not tokens:
+        raise UserError("the prompt is empty; give at least one character to continue")
+    state = read(model, tokens[:-1], start, progress=not args.json)
+    if args.save_state is not None:
+        read(model, tokens[-1:], state, progress=False).save(args.save_state, model.fingerprint())
+    wanted = args.max_new_tokens if args.max_new_tokens is not None else 0 if args.save_state else 64
+    written = continue_from(model, tokens[-1], state, wanted, tokenizer, args) if wanted else []
+    answer = tokenizer.decode(written, skip_special_tokens=True)
+    if args.json:
+        facts = {
+            "text": answer,
+            "prompt_tokens": len(tokens),
+            "new_tokens": len(written),
+            "tokens_before": 0 if start is None else int(start.position[0]),
+            "state": args.save_state,
+        }
+        print(json.dumps(facts, ensure_ascii=False, indent=2))
+    else:
+        if wanted:
+            print(answer)
+        if args.save_state is not None:
+            print(f"read {len(tokens):,} tokens, kept their state in {args.save_state}", file=sys.stderr)
+    return 0
+
+
+def read(
+    model: RecurrentLM, tokens: list[int], state: RecurrentState | None, *, progress: bool = True
+) -> RecurrentState:
+    """Return the state after `tokens`, read in segments from `state` (None = the zero state)."""
+    import torch
+    from tqdm import tqdm
+
+    current = model.zero_state(1) if state is None else state
+    long = progress and len(tokens) > SEGMENT
+    with (
+        torch.inference_mode(),
+        tqdm(total=len(tokens), unit="tok", unit_scale=True, desc="read", disable=not long) as bar,
+    ):
+        for first in range(0, len(tokens), SEGMENT):
+            part = torch.tensor([tokens[first : first + SEGMENT]], device=model.device)
+            current = model(part, past_key_values=current, use_cache=True, logits_to_keep=1).past_key_values
+            bar.update(part.shape[1])
+    return current
+
+
+def continue_from(
+    model: RecurrentLM, last: int, state: RecurrentState, count: int, tokenizer: Any, args: argparse.Namespace
+) -> list[int]:
+    """Return at most `count` new tokens after the token `last`, which `state` has not read yet."""
+    import torch
+
+    sampling = args.temperature is not None or args.top_p is not None
+    options: dict[str, Any] = {"do_sample": sampling, "num_beams": args.beams, "max_new_tokens": count}
+    if sampling:
+        options |= {"temperature": args.temperature or 1.0, "top_p": args.top_p or 1.0, "top_k": 0}
+    end = (
+        tokenizer.eos_token_id if model.generation_config.eos_token_id is None else model.generation_config.eos_token_id
+    )
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end if isinstance(end, int) else 0
+    last_token = torch.tensor([[last]], device=model.device)
+    # The mask covers what the state has read too: that is how generate tells a continuation from a whole prompt.
+    mask = torch.ones(1, state.length + 1, dtype=torch.long, device=model.device)
+    with torch.random.fork_rng(devices=_random_devices(model.device)):
+        torch.manual_seed(args.seed)
+        # transformers types generate for its own model classes only.
+        out = cast(Any, model).generate(
+            last_token,
+            attention_mask=mask,
+            past_key_values=_markable(state.repeat_rows(args.beams)),
+            eos_token_id=end,
+            pad_token_id=pad,
+            **options,
+        )
+    return [int(token) for token in out[0, 1:]]
+
+
+def _markable(state: RecurrentState) -> RecurrentState:
+    """Return an equal state with what transformers asks of a cache that it is given: room for a mark, no compiling."""
+    from longrecall.models.state import RecurrentState
+
+    kind = type("MarkableState", (RecurrentState,), {"__setattr__": object.__setattr__, "is_compileable": False})
+    return cast(RecurrentState, kind(state.layers, state.position, state.length))
+
+
+def _random_devices(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.max_new_tokens is not None and args.max_new_tokens < 0:
+        raise UserError(f"--max-new-tokens must be at least 0, got {args.max_new_tokens}")
+    if args.max_new_tokens == 0 and args.save_state is None:
+        raise UserError("--max-new-tokens 0 writes nothing; give --save-state to only read")
+    if args.temperature is not None and not 0 < args.temperature < float("inf"):
+        raise UserError(f"--temperature must be above 0, got {args.temperature}; leave it out for the likeliest token")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise UserError(f"--top-p must be above 0 and at most 1, got {args.top_p}")
+    if args.beams < 1:
+        raise UserError(f"--beams must be at least 1, got {args.beams}")
+    if args.seed < 0:
+        raise UserError(f"--seed must be at least 0, got {args.seed}")
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    if args.prompt is not None:
+        return str(args.prompt)
+    where = "standard input" if args.prompt_file == "-" else args.prompt_file
+    try:
+        data = sys.stdin.buffer.read() if args.prompt_file == "-" else Path(args.prompt_file).read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read the prompt file {where}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8 (byte {error.start}); save it as UTF-8") from error

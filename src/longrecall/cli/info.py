@@ -1,0 +1,122 @@
+"""`longrecall info`: what a checkpoint is: layers, parameters, state, surgery."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from longrecall.units import parse_length
+
+if TYPE_CHECKING:
+    from longrecall.models.checkpoint import Checkpoint
+
+HELP = "show a checkpoint's layers, parameters, state size and surgery history"
+EXAMPLE = "longrecall info bigger/ --context 64k"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint folder or hub id")
+    parser.add_argument(
+        "--context",
+        default=None,
+        metavar="N",
+        help="tokens at which to count key-value caches: 512, 4k, 1m [training context]",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the account of a checkpoint, return the exit code. Reads no weights."""
+    context = None if args.context is None else parse_length(args.context)
+    from longrecall.models.checkpoint import open_checkpoint
+
+    facts = describe(open_checkpoint(args.checkpoint), args.checkpoint, context)
+    print(json.dumps(facts, indent=2) if args.json else as_text(facts))
+    return 0
+
+
+def describe(checkpoint: Checkpoint, path: str, context: int | None) -> dict[str, Any]:
+    """Return everything that `info` shows as plain data; `context` None = the training context, or 4096."""
+    from longrecall.models import accounting
+
+    config = checkpoint.config
+    total = accounting.account(config)
+    tokens = context or config.context_length or 4096
+    return {
+        "path": path,
+        "parameters": total.parameters,
+        "state_size": total.state_size,
+        "state_bytes": total.state_bytes,
+        "training_context": config.context_length,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "tied_embeddings": config.tie_word_embeddings,
+        "layers": [
+            {
+                "index": layer.index,
+                "mixer": layer.mixer,
+                "sizes": layer.sizes,
+                "state_size": layer.state_size,
+                "parameters": layer.parameters,
+            }
+            for layer in total.layers
+        ],
+        "key_value_cache": {
+            "context": tokens,
+            "bytes": accounting.CACHE_BYTES * accounting.key_value_cache_size(config, tokens),
+            "transformer_bytes": accounting.CACHE_BYTES * accounting.transformer_cache_size(config, tokens),
+            "state_equals_tokens": accounting.equivalent_context(config, total.state_size),
+        },
+        "surgery": list(checkpoint.surgery),
+    }
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """Return the data of `describe` as the lines that a person reads."""
+    from longrecall.surgery.summary import aligned
+
+    rows = [("layer", "mixer", "sizes", "state", "parameters")]
+    for layer in facts["layers"]:
+        rows.append(
+            (
+                str(layer["index"]),
+                layer["mixer"],
+                layer["sizes"],
+                f"{layer['state_size']:,}",
+                f"{layer['parameters']:,}",
+            )
+        )
+    rows.append(("total", "", "(embeddings and head included)", f"{facts['state_size']:,}", f"{facts['parameters']:,}"))
+    cache, context = facts["key_value_cache"], facts["training_context"]
+    lines = [
+        *aligned(rows, left=3),
+        "",
+        f"training context   {f'{context:,} tokens' if context else 'not recorded'}",
+        f"recurrent state    {as_bytes(facts['state_bytes'])} per sequence in float32, at any length",
+        f"key-value cache    {as_bytes(cache['bytes'])} at {cache['context']:,} tokens (attention layers, 16 bit)",
+        f"for comparison     a Transformer of this width and depth caches {as_bytes(cache['transformer_bytes'])} there;"
+        f" the state equals {cache['state_equals_tokens']:,.1f} of its tokens",
+        "surgery            " + ("none" if not facts["surgery"] else ""),
+    ]
+    return "\n".join(line.rstrip() for line in [*lines, *map(_surgery_line, facts["surgery"])])
+
+
+def _surgery_line(record: dict[str, Any]) -> str:
+    # surgery.json is a file that people can edit: a field that is not there shows as "?".
+    layers = ",".join(map(str, record.get("layers", ["?"])))
+    state = record.get("state_size", {})
+    before, after = (format(state[key], ",") if key in state else "?" for key in ("before", "after"))
+    method, init, created = (str(record.get(key, "?")) for key in ("method", "init", "created"))
+    return f"  {created[:10]}  {method} ({init}) in layers {layers}: state {before} -> {after}"
+
+
+def as_bytes(count: int) -> str:
+    """Return a number of bytes with a binary unit, e.g. `96.0 MiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,99 @@
+"""Softmax attention with rotary embeddings and an optional sliding window: Transformer++ and its windowed variant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.rotary import apply_rotary, token_positions
+
+QUERY_BLOCK = 1024
+PADDING_POSITION = -1
+
+
+@dataclass(frozen=True)
+class AttentionConfig(MixerConfig):
+    """Sizes of a softmax-attention layer."""
+
+    type: ClassVar[str] = "attention"
+
+    num_heads: int
+    head_dim: int
+    kv_heads: int | None = None
+    """Key-value heads, a divisor of num_heads; None = num_heads."""
+    window: int | None = None
+    """A token sees this many tokens, itself included; None = all before it."""
+    rope_theta: float = 10000.0
+    qkv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        self._require_positive("num_heads", "head_dim")
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.num_heads)
+        self._require_positive("kv_heads", *(["window"] if self.window is not None else []))
+        self._require_multiple("num_heads", "kv_heads")
+
+    def state_shapes(self) -> StateShapes:
+        shape = (0, int(self.kv_heads or 0), self.head_dim)
+        return {"key": shape, "value": shape, "position": (0,)}
+
+    def build(self, hidden_size: int) -> Attention:
+        return Attention(self, hidden_size)
+
+
+class Attention(nn.Module):
+    """Its state is the key-value cache, with the position of every cached token (-1 = padding)."""
+
+    def __init__(self, config: AttentionConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        queries, keys = config.num_heads * config.head_dim, int(config.kv_heads or 0) * config.head_dim
+        self.q_proj = nn.Linear(hidden_size, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(hidden_size, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(hidden_size, keys, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(queries, hidden_size, bias=False)
+
+    def forward(
+        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
+    ) -> tuple[Tensor, LayerState]:
+        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new cache."""
+        config = self.config
+        q, k, v = (proj(x).unflatten(-1, (-1, config.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        positions = token_positions(position, x.shape[1], mask)
+        q, k = (apply_rotary(y, positions, config.rope_theta) for y in (q, k))
+        key_positions = positions if mask is None else positions.masked_fill(~mask, PADDING_POSITION)
+        if state is not None:
+            k, v = torch.cat([state["key"].to(k.dtype), k], dim=1), torch.cat([state["value"].to(v.dtype), v], dim=1)
+            key_positions = torch.cat([state["position"], key_positions], dim=1)
+        y: Tensor = self.o_proj(self._attend(q, k, v, positions, key_positions).flatten(-2))
+        return y, self._trim({"key": k, "value": v, "position": key_positions}, positions)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
+        """Blocks of queries against the keys they may see, so that memory is linear in the context."""
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        outputs = []
+        for start in range(0, q.shape[2], QUERY_BLOCK):
+            query_positions = positions[:, start : start + QUERY_BLOCK, None]
+            visible = (key_positions[:, None] <= query_positions) & (key_positions[:, None] != PADDING_POSITION)
+            if self.config.window is not None:
+                visible &= key_positions[:, None] > query_positions - self.config.window
+            # A padded query may see nothing; let it see everything, since its output is never used.
+            visible |= ~visible.any(-1, keepdim=True)
+            block = q[:, :, start : start + QUERY_BLOCK]
+            outputs.append(F.scaled_dot_product_attention(block, k, v, visible[:, None], enable_gqa=grouped))
+        return torch.cat(outputs, dim=2).transpose(1, 2)
+
+    def _trim(self, state: LayerState, positions: Tensor) -> LayerState:
+        """Drop the columns that no row's window can reach any more."""
+        if self.config.window is None:
+            return state
+        oldest = positions[:, -1:] + 2 - self.config.window
+        needed = ((state["position"] >= oldest) & (state["position"] != PADDING_POSITION)).any(0)
+        first = int(needed.to(torch.int8).argmax()) if bool(needed.any()) else needed.shape[0]
+        return {name: tensor[:, first:] for name, tensor in state.items()}

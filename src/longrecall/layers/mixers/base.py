@@ -1,0 +1,81 @@
+"""What every token mixer promises: a checked config and `mixer(x, state) -> (y, new_state)`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from longrecall.errors import UserError, did_you_mean
+
+LayerState = dict[str, Tensor]
+StateShapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class MixerConfig:
+    """Sizes of one token mixer. Subclasses add fields; every number is a count of channels, heads or taps."""
+
+    type: ClassVar[str] = ""
+
+    @classmethod
+    def from_dict(cls, description: dict[str, Any]) -> Self:
+        """Build from plain data; raises UserError on an unknown key, a missing key or a value that cannot be."""
+        given = {key: value for key, value in description.items() if key != "type"}
+        known = {field.name for field in fields(cls)}
+        for key in given:
+            if key not in known:
+                raise UserError(f'mixer "{cls.type}" has no field "{key}".{did_you_mean(key, known)}')
+        try:
+            return cls(**given)
+        except TypeError as error:
+            raise UserError(f'mixer "{cls.type}" is incomplete: {error}. Fields: {", ".join(sorted(known))}') from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that `from_dict` reads back, with every default written out."""
+        return {"type": self.type, **{field.name: getattr(self, field.name) for field in fields(self)}}
+
+    def state_shapes(self) -> StateShapes:
+        """Shape of every state tensor of one sequence, without the batch dimension."""
+        raise TypeError(f"{type(self).__name__} does not describe a state")
+
+    def build(self, hidden_size: int) -> nn.Module:
+        """The module, freshly initialised; call under `torch.device("meta")` for its shapes alone."""
+        raise TypeError(f"{type(self).__name__} does not build a mixer")
+
+    def state_size(self) -> int:
+        """Numbers in the recurrent state of one sequence (the papers' state size; convolution and key-value caches excluded)."""
+        return sum(math.prod(shape) for name, shape in self.state_shapes().items() if name.endswith("recurrent"))
+
+    def tensor_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Name under `mixer.` -> shape of every tensor in a checkpoint."""
+        with torch.device("meta"):
+            module = self.build(hidden_size)
+        return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+    def zero_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> LayerState:
+        """The state before the first token: recurrent states in float32, the others in the model's dtype."""
+        wide = dtype if dtype == torch.float64 else torch.float32
+        return {
+            name: torch.zeros(
+                (batch, *shape),
+                device=device,
+                dtype=torch.long if name.endswith("position") else wide if name.endswith("recurrent") else dtype,
+            )
+            for name, shape in self.state_shapes().items()
+        }
+
+    def _require_positive(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f'mixer "{self.type}": {name} must be a positive whole number, got {value!r}')
+
+    def _require_multiple(self, large: str, small: str) -> None:
+        if getattr(self, large) % getattr(self, small):
+            raise UserError(
+                f'mixer "{self.type}": {small} ({getattr(self, small)}) must divide {large} ({getattr(self, large)})'
+            )

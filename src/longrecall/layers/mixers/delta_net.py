@@ -1,0 +1,131 @@
+"""DeltaNet (Yang et al. 2024b) and Gated DeltaNet (Yang et al. 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longrecall.errors import UserError
+from longrecall.layers.mixers.base import LayerState
+from longrecall.layers.mixers.linear_attention import LinearAttentionConfig, LinearAttentionMixer, mask_tokens
+from longrecall.layers.norm import l2_normalise
+from longrecall.ops import gated_delta_rule
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig(LinearAttentionConfig):
+    """Sizes of a DeltaNet layer."""
+
+    type: ClassVar[str] = "delta_net"
+
+    conv_width: int = 4
+    """Width of the short convolutions on q, k and v; 0 = none (SiLU alone on q and k)."""
+    output_gate: bool = False
+    negative_eigenvalues: bool = False
+    """beta in (0, 2) instead of (0, 1) (Grazzi et al. 2024)."""
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        self._require_positive("num_heads", "key_dim", "value_dim")
+
+    def build(self, hidden_size: int) -> DeltaNet:
+        return DeltaNet(self, hidden_size)
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetConfig(LinearAttentionConfig):
+    """Sizes of a Gated DeltaNet layer."""
+
+    type: ClassVar[str] = "gated_delta_net"
+
+    value_heads: int | None = None
+    """Value heads, a multiple of num_heads; None = num_heads."""
+    conv_width: int = 4
+    """Width of the short convolutions on q, k and v; 0 = none (SiLU alone)."""
+    output_gate: bool = True
+    negative_eigenvalues: bool = False
+    """beta in (0, 2) instead of (0, 1) (Grazzi et al. 2024)."""
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        self._require_positive("num_heads", "key_dim", "value_dim")
+        if self.value_head_count < 1 or self.value_head_count % self.num_heads:
+            raise UserError(
+                f'mixer "{self.type}": value_heads ({self.value_heads}) must be a multiple of num_heads ({self.num_heads})'
+            )
+
+    @property
+    def value_head_count(self) -> int:
+        return self.num_heads if self.value_heads is None else self.value_heads
+
+    def build(self, hidden_size: int) -> GatedDeltaNet:
+        return GatedDeltaNet(self, hidden_size)
+
+
+class DeltaNet(LinearAttentionMixer):
+    """q and k through convolution, SiLU and L2 norm; beta = sigmoid(W x); no decay; scale K ** -0.5."""
+
+    def __init__(self, config: DeltaNetConfig | GatedDeltaNetConfig, hidden_size: int) -> None:
+        super().__init__(config, hidden_size, config.norm_eps)
+        self.config = config
+        self.b_proj = nn.Linear(hidden_size, config.value_head_count, bias=False)
+
+    def forward(
+        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
+    ) -> tuple[Tensor, LayerState]:
+        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state."""
+        q, k, v, new_state = self.project(x, state, mask)
+        if not self.config.conv_width:
+            q, k, v = F.silu(q), F.silu(k), F.silu(v)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        q, k = l2_normalise(q.to(wide)), l2_normalise(k.to(wide))
+        beta = self.b_proj(x).to(wide).sigmoid() * (2.0 if self.config.negative_eigenvalues else 1.0)
+        decay = self.log_decay(x)
+        o, final = gated_delta_rule(
+            q,
+            k,
+            v,
+            None if decay is None else mask_tokens(decay, mask),
+            mask_tokens(beta, mask),
+            initial_state=None if state is None else state["recurrent"],
+        )
+        return self.output(o, x), {"recurrent": final, **new_state}
+
+    def log_decay(self, x: Tensor) -> Tensor | None:
+        """DeltaNet never forgets by decay."""
+        return None
+
+
+class GatedDeltaNet(DeltaNet):
+    """DeltaNet with the decay of Mamba-2: log decay = -exp(A_log) * softplus(W x + dt_bias)."""
+
+    def __init__(self, config: GatedDeltaNetConfig, hidden_size: int) -> None:
+        super().__init__(config, hidden_size)
+        heads = config.value_head_count
+        self.a_proj = nn.Linear(hidden_size, heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A uniform in (0, 16), time steps log-uniform in 0.001..0.1, as in the published models."""
+        nn.init.uniform_(self.A_log, 1e-4, 16.0)
+        reset_time_steps(self.dt_bias)
+        with torch.no_grad():
+            self.A_log.log_()
+
+    def log_decay(self, x: Tensor) -> Tensor | None:
+        raw = self.a_proj(x)
+        raw = raw if raw.dtype == torch.float64 else raw.float()
+        return -self.A_log.to(raw.dtype).exp() * F.softplus(raw + self.dt_bias.to(raw.dtype))
+
+
+def reset_time_steps(bias: Tensor, low: float = 1e-3, high: float = 0.1, floor: float = 1e-4) -> None:
+    """Fill `bias` so that softplus(bias) is log-uniform in [low, high] (Gu and Dao 2023, section 3.6)."""
+    with torch.no_grad():
+        step = torch.empty_like(bias).uniform_().mul_(torch.tensor(high / low).log()).exp_().mul_(low).clamp_(min=floor)
+        bias.copy_(step + torch.log(-torch.expm1(-step)))

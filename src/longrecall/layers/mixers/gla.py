@@ -1,0 +1,69 @@
+"""Gated linear attention (Yang et al. 2024), with the merged heads of StateX as an option."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longrecall.layers.mixers.base import LayerState
+from longrecall.layers.mixers.linear_attention import LinearAttentionConfig, LinearAttentionMixer, mask_tokens
+from longrecall.ops import gated_linear_attention, merged_linear_attention
+
+
+@dataclass(frozen=True)
+class GLAConfig(LinearAttentionConfig):
+    """Sizes of a GLA layer; the defaults are those of the published models."""
+
+    type: ClassVar[str] = "gla"
+
+    gate_rank: int = 16
+    """Inner width of the low-rank projection of the decay."""
+    gate_divisor: float = 16.0
+    """log decay = logsigmoid(projection) / gate_divisor."""
+    conv_width: int = 0
+    """Width of the short convolutions on q, k and v; 0 = none."""
+    output_gate: bool = True
+    """Multiply the normed output by silu of a projection of x."""
+    merged: bool = False
+    """Every key head writes the values of all heads, mixed by a learned [H, H] matrix (StateX)."""
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        self._require_positive("num_heads", "key_dim", "value_dim", "gate_rank")
+
+    def build(self, hidden_size: int) -> GLA:
+        return GLA(self, hidden_size)
+
+
+class GLA(LinearAttentionMixer):
+    """log decay = logsigmoid(low-rank projection of x) / 16 per key channel; scale K ** -0.5."""
+
+    def __init__(self, config: GLAConfig, hidden_size: int) -> None:
+        super().__init__(config, hidden_size, config.norm_eps)
+        self.config = config
+        keys = config.num_heads * config.key_dim
+        self.gk_proj = nn.Sequential(
+            nn.Linear(hidden_size, config.gate_rank, bias=False), nn.Linear(config.gate_rank, keys, bias=True)
+        )
+        if config.merged:
+            self.mixing = nn.Parameter(torch.eye(config.num_heads))
+
+    def forward(
+        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
+    ) -> tuple[Tensor, LayerState]:
+        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state."""
+        q, k, v, new_state = self.project(x, state, mask)
+        gate = self.gk_proj(x).unflatten(-1, (-1, self.head_width))
+        gate = gate if gate.dtype == torch.float64 else gate.float()
+        log_decay = mask_tokens(F.logsigmoid(gate) / self.config.gate_divisor, mask)
+        k = mask_tokens(k, mask)
+        initial = None if state is None else state["recurrent"]
+        if self.config.merged:
+            o, final = merged_linear_attention(q, k, v, log_decay, self.mixing, initial_state=initial)
+        else:
+            o, final = gated_linear_attention(q, k, v, log_decay, initial_state=initial)
+        return self.output(o, x), {"recurrent": final, **new_state}

@@ -1,0 +1,113 @@
+"""Mamba-2 (Dao and Gu 2024): a state-space mixer whose heads share keys B and queries C within a group."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longrecall.layers.convolution import ShortConvolution
+from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.mixers.delta_net import reset_time_steps
+from longrecall.layers.mixers.linear_attention import mask_tokens
+from longrecall.layers.norm import RMSNorm
+from longrecall.ops import gated_linear_attention
+
+
+@dataclass(frozen=True)
+class Mamba2Config(MixerConfig):
+    """Sizes of a Mamba-2 layer."""
+
+    type: ClassVar[str] = "mamba2"
+
+    inner_dim: int
+    """Width I of x and of the gate z; expand * hidden_size in the published models."""
+    head_dim: int
+    """Value width P of one head; I / P heads."""
+    state_dim: int
+    """Key width N (d_state)."""
+    groups: int = 1
+    """Groups G of heads that share B and C."""
+    conv_width: int = 4
+    conv_bias: bool = True
+    proj_bias: bool = False
+    time_step_limit: tuple[float, float | None] = (0.0, None)
+    """Smallest and largest time step after the softplus; None = no upper limit (infinity is read as None)."""
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        self._require_positive("inner_dim", "head_dim", "state_dim", "groups", "conv_width")
+        self._require_multiple("inner_dim", "head_dim")
+        self._require_multiple("num_heads", "groups")
+        low, high = self.time_step_limit
+        object.__setattr__(self, "time_step_limit", (float(low), None if high in (None, math.inf) else float(high)))
+
+    @property
+    def num_heads(self) -> int:
+        """Value heads, I / P."""
+        return self.inner_dim // self.head_dim
+
+    def state_shapes(self) -> StateShapes:
+        channels = self.inner_dim + 2 * self.groups * self.state_dim
+        return {"recurrent": (self.num_heads, self.state_dim, self.head_dim), "conv": (channels, self.conv_width - 1)}
+
+    def build(self, hidden_size: int) -> Mamba2:
+        return Mamba2(self, hidden_size)
+
+
+class Mamba2(nn.Module):
+    """One projection to z, x, B, C and dt; convolution on x, B, C; decay exp(-dt exp(A_log)); y = norm(C S + D x, gate z)."""
+
+    def __init__(self, config: Mamba2Config, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        inner, heads, keys = config.inner_dim, config.num_heads, config.groups * config.state_dim
+        self.sizes = (inner, inner + 2 * keys, heads)
+        self.in_proj = nn.Linear(hidden_size, sum(self.sizes), bias=config.proj_bias)
+        self.conv = ShortConvolution(inner + 2 * keys, config.conv_width, bias=config.conv_bias)
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.D = nn.Parameter(torch.ones(heads))
+        self.norm = RMSNorm(inner, config.norm_eps, groups=config.groups)
+        self.out_proj = nn.Linear(inner, hidden_size, bias=config.proj_bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A uniform in (1, 16), time steps log-uniform in 0.001..0.1, D one (Dao and Gu's initialisation)."""
+        nn.init.uniform_(self.A_log, 1.0, 16.0)
+        with torch.no_grad():
+            self.A_log.log_()
+        reset_time_steps(self.dt_bias)
+        nn.init.ones_(self.D)
+
+    def forward(
+        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
+    ) -> tuple[Tensor, LayerState]:
+        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``recurrent [B, H, N, P]``)."""
+        config = self.config
+        z, channels, raw_step = self.in_proj(x).split(self.sizes, dim=-1)
+        channels, conv_state = self.conv(channels, None if state is None else state["conv"], mask)
+        keys = config.groups * config.state_dim
+        values, b, c = channels.split((config.inner_dim, keys, keys), dim=-1)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        step = F.softplus(raw_step.to(wide) + self.dt_bias.to(wide))
+        if config.time_step_limit != (0.0, None):
+            step = step.clamp(*config.time_step_limit)
+        step = mask_tokens(step, mask)
+        values = values.unflatten(-1, (-1, config.head_dim))
+        y, final = gated_linear_attention(
+            c.unflatten(-1, (config.groups, -1)),
+            b.unflatten(-1, (config.groups, -1)),
+            values.to(wide) * step[..., None],
+            -step * self.A_log.to(wide).exp(),
+            scale=1.0,
+            initial_state=None if state is None else state["recurrent"],
+        )
+        y = (y + values.to(wide) * self.D.to(wide)[:, None]).flatten(-2)
+        y = self.norm(y * F.silu(z.to(wide))).to(x.dtype)
+        projected: Tensor = self.out_proj(y)
+        return projected, {"recurrent": final, "conv": conv_state}

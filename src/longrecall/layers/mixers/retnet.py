@@ -1,0 +1,64 @@
+"""RetNet's multi-scale retention (Sun et al. 2023): linear attention with rotary keys and one fixed decay per head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from longrecall.layers.mixers.base import LayerState
+from longrecall.layers.mixers.linear_attention import LinearAttentionConfig, LinearAttentionMixer, mask_tokens
+from longrecall.layers.rotary import apply_rotary, token_positions
+from longrecall.ops import gated_linear_attention, merged_linear_attention
+
+
+@dataclass(frozen=True)
+class RetNetConfig(LinearAttentionConfig):
+    """Sizes of a RetNet layer."""
+
+    type: ClassVar[str] = "retnet"
+
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    conv_width: int = 0
+    """Width of the short convolutions on q, k and v; 0 = none."""
+    output_gate: bool = True
+    merged: bool = False
+    """Every key head writes the values of all heads, mixed by a learned [H, H] matrix (StateX)."""
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        self._require_positive("num_heads", "key_dim", "value_dim")
+
+    def build(self, hidden_size: int) -> RetNet:
+        return RetNet(self, hidden_size)
+
+
+class RetNet(LinearAttentionMixer):
+    """Head h decays by 1 - 2 ** (-5 - h) a token (Sun et al. 2023, equation 8); scale K ** -0.5."""
+
+    def __init__(self, config: RetNetConfig, hidden_size: int) -> None:
+        super().__init__(config, hidden_size, config.norm_eps)
+        self.config = config
+        if config.merged:
+            self.mixing = nn.Parameter(torch.eye(config.num_heads))
+
+    def forward(
+        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
+    ) -> tuple[Tensor, LayerState]:
+        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state; `position` ``[B]`` counts the tokens read before x."""
+        q, k, v, new_state = self.project(x, state, mask)
+        positions = token_positions(position, x.shape[1], mask)
+        q, k = (apply_rotary(y, positions, self.config.rope_theta) for y in (q, k))
+        heads = torch.arange(self.config.num_heads, device=x.device, dtype=torch.float64)
+        wide = x.dtype if x.dtype == torch.float64 else torch.float32
+        log_decay = torch.log1p(-(2.0 ** (-5.0 - heads))).to(wide).expand(*x.shape[:2], -1)
+        k, log_decay = mask_tokens(k, mask), mask_tokens(log_decay, mask)
+        initial = None if state is None else state["recurrent"]
+        if self.config.merged:
+            o, final = merged_linear_attention(q, k, v, log_decay, self.mixing, initial_state=initial)
+        else:
+            o, final = gated_linear_attention(q, k, v, log_decay, initial_state=initial)
+        return self.output(o, x), {"recurrent": final, **new_state}

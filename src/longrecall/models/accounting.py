@@ -1,0 +1,125 @@
+"""How many parameters a model has and how large its state is, from its config alone: nothing is built, nothing read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from longrecall.layers.mixers.attention import AttentionConfig
+from longrecall.layers.mixers.base import MixerConfig
+from longrecall.models.config import RecurrentConfig
+
+STATE_BYTES = 4
+"""Recurrent states are float32 whatever the weights are."""
+
+CACHE_BYTES = 2
+"""Key-value caches are counted in 16-bit numbers, as they are served."""
+
+
+@dataclass(frozen=True)
+class LayerAccount:
+    """One layer: its mixer type, its sizes as `name=value` text, parameters, numbers in its recurrent state."""
+
+    index: int
+    mixer: str
+    sizes: str
+    parameters: int
+    state_size: int
+
+
+@dataclass(frozen=True)
+class ModelAccount:
+    """A whole model: every layer, the total of parameters (embeddings and head included) and of state numbers."""
+
+    layers: tuple[LayerAccount, ...]
+    parameters: int
+    state_size: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent state of one sequence in float32 (no convolution inputs, no key-value cache)."""
+        return STATE_BYTES * self.state_size
+
+
+def account(config: RecurrentConfig) -> ModelAccount:
+    """Count parameters and state of `config`; a tied head is counted once, a handover's `progress` not at all."""
+    per_layer = [0] * len(config.layers)
+    total = 0
+    for name, shape in config.tensor_shapes().items():
+        # progress is where a handover stands, a buffer: no optimizer ever sees it.
+        if name.endswith(".mixer.progress"):
+            continue
+        count = math.prod(shape)
+        total += count
+        if name.startswith("model.layers."):
+            per_layer[int(name.split(".")[2])] += count
+    layers = tuple(
+        LayerAccount(
+            index=index,
+            mixer=layer.mixer.type,
+            sizes=describe_sizes(layer.mixer.to_dict(), layer.mlp_size),
+            parameters=per_layer[index],
+            state_size=layer.mixer.state_size(),
+        )
+        for index, layer in enumerate(config.layer_configs())
+    )
+    return ModelAccount(layers, total, sum(layer.state_size for layer in layers))
+
+
+_SHOWN = (
+    "num_heads",
+    "value_heads",
+    "kv_heads",
+    "key_dim",
+    "value_dim",
+    "inner_dim",
+    "head_dim",
+    "state_dim",
+    "groups",
+    "conv_width",
+    "window",
+    "merged",
+)
+
+
+def describe_sizes(mixer: dict[str, Any], mlp_size: int = 0) -> str:
+    """Return the sizes of a mixer description (defaults written out) as one line, e.g. `num_heads=4 key_dim=256`.
+
+    A handover shows its old mixer, and of the new one what differs.
+    """
+    if mixer["type"] == "handover":
+        old, new = mixer["old"], mixer["new"]
+        changed = {key: value for key, value in new.items() if value != old.get(key)}
+        return f"{old['type']} {describe_sizes(old)} -> {describe_sizes({**changed, 'type': new['type']})}"
+    parts = ["merged" if key == "merged" else f"{key}={mixer[key]}" for key in _SHOWN if mixer.get(key)]
+    return " ".join([*parts, *([f"mlp={mlp_size}"] if mlp_size else [])])
+
+
+def key_value_cache_size(config: RecurrentConfig, context: int) -> int:
+    """Return the numbers that the attention layers of `config` cache for one sequence of `context` tokens.
+
+    Keys and values: 2 * kv_heads * head_dim a token and layer, at most `window` tokens where a layer has one.
+    """
+    return sum(_cache_size(layer.mixer, context) for layer in config.layer_configs())
+
+
+def _cache_size(mixer: MixerConfig, context: int) -> int:
+    if not isinstance(mixer, AttentionConfig):
+        return 0
+    kept = context if mixer.window is None else min(context, mixer.window)
+    return 2 * int(mixer.kv_heads or mixer.num_heads) * mixer.head_dim * kept
+
+
+def transformer_cache_size(config: RecurrentConfig, context: int) -> int:
+    """Return the numbers a Transformer of this width and depth would cache for one sequence of `context` tokens.
+
+    The yardstick for a state: full multi-head attention in every layer keeps 2 * hidden_size numbers a token and layer.
+    """
+    return 2 * config.hidden_size * len(config.layers) * context
+
+
+def equivalent_context(config: RecurrentConfig, state_size: int) -> float:
+    """Return at how many tokens that Transformer's cache has the bytes of a recurrent state of `state_size` numbers."""
+    per_token = CACHE_BYTES * transformer_cache_size(config, 1)
+    return STATE_BYTES * state_size / per_token if per_token else 0.0

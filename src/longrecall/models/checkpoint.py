@@ -1,0 +1,375 @@
+"""Checkpoints: opening any known format lazily, and writing the native one so that it appears whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from longrecall.errors import UserError, did_you_mean
+from longrecall.models.config import RecurrentConfig
+from longrecall.models.formats import detect
+from longrecall.models.formats.hub import COMPANION_PATTERNS, locate
+from longrecall.models.formats.matching import match
+from longrecall.models.formats.native import model_card
+from longrecall.models.formats.sources import Layout
+from longrecall.models.formats.weights import (
+    SAFETENSORS_FILE,
+    SAFETENSORS_INDEX,
+    Weights,
+    listed,
+    open_weights,
+    read_json,
+)
+
+if TYPE_CHECKING:
+    from longrecall.models.recurrent_lm import RecurrentLM
+
+DEFAULT_SHARD_BYTES = 1 << 30
+SURGERY_FILE = "surgery.json"
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise UserError when `tensor` holds NaN or an infinity; `name` says which tensor (and file) it is."""
+    if not bool(torch.isfinite(tensor).all()):
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise UserError(f'tensor "{name}" holds {bad} values that are NaN or infinite; the checkpoint is damaged')
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of any known format, seen as a native one. Tensors are read one at a time, never all together.
+
+    Attributes:
+        path: the local folder.
+        source_format: "native", "fla_gla", ... (`longrecall.models.formats.FORMATS`).
+        surgery: the records of surgery.json, oldest first; empty without surgery.
+    """
+
+    path: Path
+    source_format: str
+    surgery: list[dict[str, Any]]
+    _layout: Layout
+    _weights: Weights
+    _found: dict[str, str | None]
+    """Native name -> the foreign name it is read from; None = a constant."""
+    _shapes: dict[str, tuple[int, ...]] = field(repr=False)
+
+    @property
+    def config(self) -> RecurrentConfig:
+        """The native configuration."""
+        return self._layout.config
+
+    def names(self) -> list[str]:
+        """Native tensor names in the order of the config."""
+        return list(self._found)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Native shape of a tensor."""
+        return self._shapes[self._known(name)]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Storage type of a tensor."""
+        foreign = self._found[self._known(name)]
+        # A constant has no type of its own: it takes the one that most of the model has.
+        return self._weights.dtype(foreign or self._found["model.embeddings.weight"] or "")
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor under its native name and shape, in its storage type, on the CPU, as a copy of the file.
+
+        Raises:
+            UserError: an unknown name, a damaged file, or a stored head that differs from the embedding it is tied to.
+        """
+        foreign, source = self._found[self._known(name)], self._layout.sources[name]
+        if foreign is None:
+            return torch.full(self._shapes[name], source.constant, dtype=self.dtype(name))
+        tensor = self._weights.read(foreign)
+        for copy, original in self._layout.copies.items():
+            if original == name and copy in self._weights.names() and not torch.equal(self._weights.read(copy), tensor):
+                raise UserError(
+                    f'{self.path}: "{copy}" differs from "{foreign}", but config.json says they are tied; '
+                    "set tie_word_embeddings (tie_embeddings) to false"
+                )
+        return source.transform(tensor).clone(memory_format=torch.contiguous_format)
+
+    def sha256(self) -> str:
+        """SHA-256 (hex) of config.json and the weight files, names included, read in pieces."""
+        digest = hashlib.sha256()
+        for path in sorted([self.path / "config.json", *self._weights.files]):
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()
+
+    def companion_files(self) -> list[Path]:
+        """Files that belong beside the weights wherever they go: tokenizer, generation settings, licence."""
+        found = {path for pattern in COMPANION_PATTERNS for path in self.path.glob(pattern) if path.is_file()}
+        return sorted(found)
+
+    def _known(self, name: str) -> str:
+        if name not in self._found:
+            raise UserError(f'{self.path} has no tensor "{name}".{did_you_mean(name, self._found)}')
+        return name
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a checkpoint folder (or hub id) without reading its tensors; every name, shape and type is checked.
+
+    Args:
+        path: a folder in native, fla, transformers mamba2 or mamba_ssm format, or `org/name` on the hub.
+
+    Raises:
+        UserError: no such folder; a config.json that is missing, damaged, or says something longrecall cannot
+            reproduce; a weight file that is missing, truncated or no safetensors; a tensor that is missing, unknown, or
+            of a wrong shape or type. The message names the file or the tensor.
+    """
+    folder = locate(path)
+    where = str(folder / "config.json")
+    raw = read_json(folder / "config.json")
+    form = detect(raw, where)
+    layout = form.layout(raw, where)
+    weights = open_weights(folder, form.allow_torch)
+    shapes = layout.config.tensor_shapes()
+    found = match(folder, layout, weights)
+    return Checkpoint(folder, form.name, _read_surgery(folder / SURGERY_FILE), layout, weights, found, shapes)
+
+
+def _read_surgery(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    try:
+        records = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error})") from None
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise UserError(f"{path} must hold a list of surgery records")
+    return records
+
+
+class CheckpointWriter:
+    """Write a native checkpoint tensor by tensor; `out` appears, complete and checked, at the end of the block.
+
+    ::
+
+        with CheckpointWriter("out", force=False) as writer:
+            writer.set_config(config)
+            for name in names:
+                writer.add(name, tensor)
+            writer.set_surgery(records)
+            writer.add_companions(source.companion_files())
+
+    Everything goes into a hidden folder beside `out`, config.json last, and is renamed at the end; an exception removes
+    it, and what a killed process leaves there has no config.json. Memory: one shard.
+
+    Args:
+        out: the folder to make. A non-empty one is replaced, at the very end, only with `force`.
+        force: allow that.
+        max_shard_bytes: a new weight file starts before this size is passed; one larger tensor gets a file of its own.
+
+    Raises:
+        UserError: `out` is in the way or cannot be written, the disk is full, or tensors do not fit the config.
+    """
+
+    def __init__(self, out: str | Path, force: bool = False, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+        if max_shard_bytes < 1:
+            raise UserError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
+        self.out = Path(os.path.realpath(Path(out).expanduser()))
+        self.force = force
+        self.max_shard_bytes = max_shard_bytes
+        self.folder = self.out.with_name(f".{self.out.name}.partial-{secrets.token_hex(4)}")
+        """Where files are until the end; callers may write companions (a tokenizer) here."""
+        self._config: RecurrentConfig | None = None
+        self._expected: dict[str, tuple[int, ...]] = {}
+        self._surgery: list[dict[str, Any]] = []
+        self._shard: dict[str, Tensor] = {}
+        self._shard_bytes = 0
+        self._parts = 0
+        self._placed: dict[str, int] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._bytes = 0
+
+    def __enter__(self) -> Self:
+        self._refuse_occupied()
+        with _disk_errors(self.out):
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir()
+        return self
+
+    def set_config(self, config: RecurrentConfig) -> None:
+        """Set the configuration of the model; must come before the first tensor."""
+        self._config = config
+        self._expected = config.tensor_shapes()
+
+    def set_surgery(self, records: Sequence[dict[str, Any]]) -> None:
+        """Set the surgery records, oldest first; an empty list writes no surgery.json."""
+        self._surgery = list(records)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor (any device; it is copied). UserError unless the config has this name and shape, once."""
+        if self._config is None:
+            raise RuntimeError("set_config must come before add")
+        if name not in self._expected:
+            raise UserError(f'tensor "{name}" has no place in the config.{did_you_mean(name, self._expected)}')
+        if name in self._placed:
+            raise UserError(f'tensor "{name}" was given twice')
+        if tuple(tensor.shape) != self._expected[name]:
+            wanted = list(self._expected[name])
+            raise UserError(f'tensor "{name}" has shape {list(tensor.shape)}, the config asks for {wanted}')
+        size = tensor.numel() * tensor.element_size()
+        if self._shard and self._shard_bytes + size > self.max_shard_bytes:
+            self._flush()
+        # A copy of its own: the caller may reuse the memory, and safetensors refuses views that share storage.
+        self._shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._shard_bytes += size
+        self._bytes += size
+        self._placed[name] = self._parts
+        self._dtypes[name] = tensor.dtype
+
+    def add_companions(self, files: Iterable[Path]) -> None:
+        """Copy files that belong beside the weights (`Checkpoint.companion_files`)."""
+        with _disk_errors(self.out):
+            for path in files:
+                shutil.copyfile(path, self.folder / path.name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                with _disk_errors(self.out):
+                    self._finish()
+                    self._replace()
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _flush(self) -> None:
+        if self._shard:
+            with _disk_errors(self.out):
+                save_file(self._shard, self.folder / f"part-{self._parts:05d}.safetensors", metadata={"format": "pt"})
+            self._parts += 1
+        self._shard, self._shard_bytes = {}, 0
+
+    def _finish(self) -> None:
+        if self._config is None:
+            raise RuntimeError("set_config was never called")
+        missing = [name for name in self._expected if name not in self._placed]
+        if missing:
+            raise UserError(f"tensors of the config were never given: {listed(missing)}")
+        self._flush()
+        self._name_shards()
+        dtype = self._dtypes["model.embeddings.weight"]
+        if self._surgery:
+            self._write(SURGERY_FILE, json.dumps(self._surgery, indent=2, default=str) + "\n")
+        parameters = sum(torch.Size(shape).numel() for shape in self._expected.values())
+        short = str(dtype).removeprefix("torch.")
+        self._write("README.md", model_card(self._config, parameters, short, self._surgery))
+        stored = self._config.to_diff_dict() | {
+            "architectures": ["RecurrentLM"],
+            "dtype": short,
+            "tie_word_embeddings": self._config.tie_word_embeddings,
+        }
+        self._write("config.json", json.dumps(stored, indent=2, sort_keys=True) + "\n")
+
+    def _name_shards(self) -> None:
+        """Give the parts their final names, now that their number is known, and index them."""
+        parts = sorted(self.folder.glob("part-*.safetensors"))
+        if len(parts) == 1:
+            parts[0].rename(self.folder / SAFETENSORS_FILE)
+            return
+        final = [f"model-{index + 1:05d}-of-{len(parts):05d}.safetensors" for index in range(len(parts))]
+        for part, name in zip(parts, final, strict=True):
+            part.rename(self.folder / name)
+        weight_map = {name: final[shard] for name, shard in sorted(self._placed.items())}
+        index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
+        self._write(SAFETENSORS_INDEX, json.dumps(index, indent=2) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(text, encoding="utf-8")
+
+    def _refuse_occupied(self) -> None:
+        if self.out.is_dir():
+            if any(self.out.iterdir()):
+                if not self.force:
+                    raise UserError(f"{self.out} is not empty; choose another folder or use --force to replace it")
+                here = Path.cwd()
+                if self.out in (here, *here.parents, Path.home(), *Path.home().parents) or os.path.ismount(self.out):
+                    raise UserError(f"{self.out} is a working, home or system folder; --force does not replace it")
+        elif self.out.exists():
+            raise UserError(f"{self.out} is a file; a checkpoint is written as a folder")
+
+    def _replace(self) -> None:
+        """Put the finished folder in place; the old one goes only when the new one stands."""
+        if not self.out.exists():
+            self.folder.rename(self.out)
+            return
+        self._refuse_occupied()
+        old = self.folder.with_name(self.folder.name.replace(".partial-", ".replaced-"))
+        self.out.rename(old)
+        try:
+            self.folder.rename(self.out)
+        except OSError:
+            old.rename(self.out)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _disk_errors(out: Path) -> Iterator[None]:
+    """Turn what the operating system says about writing `out` into one line for the user."""
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"{out} cannot be written: {reason}; nothing was left there") from None
+    except SafetensorError as error:
+        # safetensors reports a full disk as its own error type, with the system's words inside.
+        reason = re.sub(r"^.*?I/?[oO] error:\s*", "", str(error))
+        raise UserError(f"{out} cannot be written: {reason}; nothing was left there") from None
+
+
+def save(
+    model: RecurrentLM,
+    folder: str | Path,
+    tokenizer: Any = None,
+    surgery: Sequence[dict[str, Any]] | None = None,
+    force: bool = False,
+) -> None:
+    """Write a model in memory as a native checkpoint.
+
+    Args:
+        model: its tensors keep their dtypes.
+        folder: where to; see CheckpointWriter.
+        tokenizer: anything with `save_pretrained(folder)`, stored beside the weights.
+        surgery: records for surgery.json, oldest first.
+        force: replace a non-empty folder.
+
+    Raises:
+        UserError: as CheckpointWriter.
+    """
+    tensors = model.state_dict()
+    with CheckpointWriter(folder, force=force) as writer:
+        writer.set_config(model.config)
+        for name in model.config.tensor_shapes():
+            writer.add(name, tensors[name])
+        writer.set_surgery(surgery or [])
+        with _disk_errors(writer.out):
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(writer.folder))
+            if model.generation_config is not None:
+                model.generation_config.save_pretrained(str(writer.folder))

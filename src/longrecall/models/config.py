@@ -1,0 +1,120 @@
+"""The configuration of a RecurrentLM: plain data, one description per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from longrecall.errors import UserError, did_you_mean
+from longrecall.layers.mixers.base import MixerConfig
+from longrecall.layers.mixers.registry import mixer_config
+
+LAYER_KEYS = ("mixer", "mlp_size")
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """One layer: a token mixer and, unless `mlp_size` is 0, a SwiGLU MLP of that inner width."""
+
+    mixer: MixerConfig
+    mlp_size: int = 0
+
+    @classmethod
+    def from_dict(cls, description: dict[str, Any], index: int) -> LayerConfig:
+        """Checked construction; errors name the layer."""
+        for key in description:
+            if key not in LAYER_KEYS:
+                raise UserError(f'layer {index} has no field "{key}".{did_you_mean(key, LAYER_KEYS)}')
+        mlp_size = description.get("mlp_size", 0)
+        if not isinstance(mlp_size, int) or mlp_size < 0:
+            raise UserError(f"layer {index}: mlp_size must be a whole number >= 0, got {mlp_size!r}")
+        try:
+            return cls(mixer_config(description.get("mixer", {})), mlp_size)
+        except UserError as error:
+            raise UserError(f"layer {index}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that `from_dict` reads back."""
+        return {"mixer": self.mixer.to_dict(), "mlp_size": self.mlp_size}
+
+
+class RecurrentConfig(PreTrainedConfig):
+    """Sizes of a RecurrentLM; `layers` holds one description per layer and no two need agree.
+
+    Args:
+        vocab_size: rows of the embedding.
+        hidden_size: width d of the residual stream.
+        layers: ``{"mixer": {"type": ..., ...}, "mlp_size": ...}`` each; see docs/architecture.md.
+        norm_eps: epsilon of the pre-norms and the final norm.
+        tie_word_embeddings: the output head is the embedding.
+        residual_in_fp32: keep the residual stream in float32 under lower-precision weights.
+        context_length: tokens of the sequences the model was trained on; None = unknown.
+        initializer_range: standard deviation of freshly initialised projections.
+
+    Raises:
+        UserError: an unknown mixer, key or value, named with its layer.
+    """
+
+    model_type = "longrecall"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(
+        self,
+        vocab_size: int = 258,
+        hidden_size: int = 64,
+        layers: Sequence[dict[str, Any]] = (),
+        norm_eps: float = 1e-5,
+        tie_word_embeddings: bool = True,
+        residual_in_fp32: bool = True,
+        context_length: int | None = None,
+        initializer_range: float = 0.02,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.norm_eps = norm_eps
+        self.residual_in_fp32 = residual_in_fp32
+        self.context_length = context_length
+        self.initializer_range = initializer_range
+        self.layers = [LayerConfig.from_dict(layer, index).to_dict() for index, layer in enumerate(layers)]
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+    def layer_configs(self) -> list[LayerConfig]:
+        """The checked description of every layer."""
+        return [LayerConfig.from_dict(layer, index) for index, layer in enumerate(self.layers)]
+
+    def with_layers(self, layers: Sequence[LayerConfig]) -> RecurrentConfig:
+        """A copy with other layers."""
+        data = self.to_dict() | {"layers": [layer.to_dict() for layer in layers]}
+        return RecurrentConfig.from_dict(data)
+
+    def state_size(self) -> int:
+        """Numbers in the recurrent state of one sequence, all layers together."""
+        return sum(layer.mixer.state_size() for layer in self.layer_configs())
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every tensor of a checkpoint, in the order of docs/architecture.md."""
+        d = self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {"model.embeddings.weight": (self.vocab_size, d)}
+        for index, layer in enumerate(self.layer_configs()):
+            prefix = f"model.layers.{index}."
+            shapes[f"{prefix}mixer_norm.weight"] = (d,)
+            for name, shape in layer.mixer.tensor_shapes(d).items():
+                shapes[f"{prefix}mixer.{name}"] = shape
+            if layer.mlp_size:
+                shapes[f"{prefix}mlp_norm.weight"] = (d,)
+                for name in ("gate", "up"):
+                    shapes[f"{prefix}mlp.{name}_proj.weight"] = (layer.mlp_size, d)
+                shapes[f"{prefix}mlp.down_proj.weight"] = (d, layer.mlp_size)
+        shapes["model.norm.weight"] = (d,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, d)
+        return shapes

@@ -1,0 +1,44 @@
+"""fla-format DeltaNet (``model_type: delta_net``): ``layers/delta_net.py`` of flash-linear-attention 0.6.0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longrecall.models.formats.fields import Fields
+from longrecall.models.formats.fla_common import (
+    Defaults,
+    Mixer,
+    conv_width,
+    convolutions,
+    fla_layout,
+    head_width,
+    projections,
+)
+from longrecall.models.formats.sources import Layout
+
+MODEL_TYPE = "delta_net"
+
+
+def layout(raw: dict[str, Any], where: str) -> Layout:
+    """Read a DeltaNet config.json (parsed; `where` names it in errors). UserError for what cannot be reproduced."""
+    return fla_layout(raw, where, Defaults(), _mixer)
+
+
+def _mixer(fields: Fields, hidden: int) -> Mixer:
+    heads = fields.integer("num_heads", 16)
+    fields.require("qk_norm", "l2", ["l2"], "queries and keys have unit length")
+    fields.require("qk_activation", "silu", ["silu"], "queries and keys go through SiLU")
+    fields.require("use_beta", True, [True], "the writing strength is learnt")
+    fields.require("use_output_norm", True, [True], "the output is normalised per head")
+    width, gated = conv_width(fields, True), fields.flag("use_gate", False)
+    names = [f"{name}_proj.weight" for name in ("qkvobg" if gated else "qkvob")]
+    description = {
+        "type": "delta_net",
+        "num_heads": heads,
+        "key_dim": head_width(fields, hidden, "expand_k", 1.0, heads),
+        "value_dim": head_width(fields, hidden, "expand_v", 1.0, heads),
+        "conv_width": width,
+        "output_gate": gated,
+        "negative_eigenvalues": fields.flag("allow_neg_eigval", False),
+    }
+    return Mixer(description, projections([*names, "o_norm.weight"]) | convolutions(width))

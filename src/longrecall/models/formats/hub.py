@@ -1,0 +1,64 @@
+"""Local folders and Hugging Face hub ids."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from longrecall.errors import UserError
+from longrecall.models.formats.weights import SAFETENSORS_FILE, SAFETENSORS_INDEX, TORCH_FILE
+
+# Beside these nothing is fetched: no other framework's weights, no code.
+COMPANION_PATTERNS = (
+    "tokenizer*.json",
+    "tokenizer.model",
+    "*.tiktoken",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.*",
+    "generation_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
+_WEIGHT_PATTERNS = (SAFETENSORS_FILE, SAFETENSORS_INDEX, "model-*.safetensors")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def locate(path_or_hub_id: str | Path) -> Path:
+    """Return the local folder of a checkpoint, downloading it first when a hub id is given.
+
+    An existing path always wins; otherwise `org/name` is looked up on the Hugging Face hub (or in its local cache) and
+    only config, weights and tokenizer files are fetched; `pytorch_model.bin` only when there is no safetensors.
+
+    Raises:
+        UserError: no such folder and no hub id, a file instead of a folder, or a hub that cannot be reached or says no.
+    """
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UserError(f"{path} is a file; a checkpoint is a folder with config.json and model.safetensors")
+    name = str(path_or_hub_id)
+    if not _HUB_ID.fullmatch(name):
+        raise UserError(f"{name} does not exist; give a checkpoint folder or a hub id such as org/name")
+    folder = _download(name, ["config.json", "surgery.json", *_WEIGHT_PATTERNS, *COMPANION_PATTERNS])
+    if not any((folder / file).exists() for file in (SAFETENSORS_FILE, SAFETENSORS_INDEX)):
+        folder = _download(name, ["config.json", TORCH_FILE, *COMPANION_PATTERNS])
+    return folder
+
+
+def _download(repository: str, patterns: list[str]) -> Path:
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
+    except Exception as error:  # the hub client lets every kind of network, cache and permission error through
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"there is no folder {repository} here, and fetching {repository} from the Hugging Face hub failed "
+            f"({type(error).__name__}: {reason}); check the name and the network"
+        ) from None

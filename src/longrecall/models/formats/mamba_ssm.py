@@ -1,0 +1,60 @@
+"""mamba_ssm's own Mamba-2 checkpoints: a config.json (MambaConfig) with ``ssm_cfg`` and no model_type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longrecall.models.formats.fields import Fields
+from longrecall.models.formats.mamba2_common import mamba2_layout
+from longrecall.models.formats.sources import Layout
+
+# Both norms are built without an epsilon from the config, so every checkpoint has this one.
+NORM_EPS = 1e-5
+
+
+def layout(raw: dict[str, Any], where: str) -> Layout:
+    """Read a MambaConfig (parsed; `where` names the file in errors). UserError for what cannot be reproduced."""
+    fields = Fields(raw, where)
+    hidden, layers = fields.integer("d_model", 2560), fields.integer("n_layer", 64)
+    given = fields.get("ssm_cfg", {})
+    if not isinstance(given, dict):
+        raise fields.fail("ssm_cfg", "it must be a mapping")
+    mixer = _mixer(Fields(given, f'{where}: "ssm_cfg"'), hidden)
+    fields.require("d_intermediate", 0, [0, None], "Mamba-2 blocks have no MLP here")
+    fields.require("attn_layer_idx", [], [[], None], "hybrid attention layers of mamba_ssm are not read")
+    fields.require("rms_norm", True, [True], "layers are normalised by their root mean square")
+    fields.ignore("attn_cfg", "fused_add_norm")
+    multiple = fields.integer("pad_vocab_size_multiple", 8)
+    config = {
+        "vocab_size": -(-fields.integer("vocab_size", 50277) // multiple) * multiple,
+        "hidden_size": hidden,
+        "norm_eps": NORM_EPS,
+        "tie_word_embeddings": fields.flag("tie_embeddings", True),
+        "residual_in_fp32": fields.flag("residual_in_fp32", True),
+        **fields.token_ids(),
+    }
+    fields.finish()
+    return mamba2_layout(config, mixer, layers)
+
+
+def _mixer(fields: Fields, hidden: int) -> dict[str, Any]:
+    fields.require("layer", "Mamba1", ["Mamba2"], "Mamba-1 and Mamba-3 are other recurrences")
+    inner = fields.integer("expand", 2) * hidden
+    fields.require("d_ssm", None, [None, inner], "a part of the width that bypasses the recurrence is not implemented")
+    fields.require("D_has_hdim", False, [False], "D has one value per head")
+    fields.require("rmsnorm", True, [True], "the output is normalised after the gate")
+    fields.require("norm_before_gate", False, [False], "the output is normalised after the gate")
+    mixer = {
+        "inner_dim": inner,
+        "head_dim": fields.integer("headdim", 64),
+        "state_dim": fields.integer("d_state", 128),
+        "groups": fields.integer("ngroups", 1),
+        "conv_width": fields.integer("d_conv", 4),
+        "conv_bias": fields.flag("conv_bias", True),
+        "proj_bias": fields.flag("bias", False),
+        "time_step_limit": fields.limits("dt_limit"),
+        "norm_eps": NORM_EPS,
+    }
+    fields.ignore("A_init_range", "dt_min", "dt_max", "dt_init_floor", "conv_init", "chunk_size", "use_mem_eff_path")
+    fields.finish()
+    return mixer

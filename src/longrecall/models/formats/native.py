@@ -1,0 +1,114 @@
+"""longrecall's own format (``model_type: longrecall``) and the model card that goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from longrecall.errors import UserError
+from longrecall.models.config import LayerConfig, RecurrentConfig
+from longrecall.models.formats.sources import Layout, Source
+
+MODEL_TYPE = "longrecall"
+
+
+def layout(raw: dict[str, Any], where: str) -> Layout:
+    """Read a native config.json (parsed; `where` names it in errors). UserError names what is wrong with it."""
+    missing = [key for key in ("vocab_size", "hidden_size", "layers") if key not in raw]
+    if missing:
+        raise UserError(f'{where}: "{missing[0]}" is missing; a native config.json needs it')
+    if not isinstance(raw["layers"], list) or not all(isinstance(layer, dict) for layer in raw["layers"]):
+        raise UserError(f'{where}: "layers" must be a list of layer descriptions')
+    for key in ("vocab_size", "hidden_size"):
+        if isinstance(raw[key], bool) or not isinstance(raw[key], int) or raw[key] < 1:
+            raise UserError(f'{where}: "{key}" is {raw[key]!r}; it must be a positive whole number')
+    try:
+        config = RecurrentConfig.from_dict(raw)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    # transformers' save_pretrained keeps a copy of a tied head under some settings.
+    copies = {"lm_head.weight": "model.embeddings.weight"} if config.tie_word_embeddings else {}
+    return Layout(config, {name: Source.of(name) for name in config.tensor_shapes()}, copies)
+
+
+def model_card(config: RecurrentConfig, parameters: int, dtype: str, surgery: Sequence[dict[str, Any]]) -> str:
+    """Return the README.md of a native checkpoint: a YAML header, the layers, what surgery did, and how to load it.
+
+    Args:
+        config: the model's.
+        parameters: numbers in all tensors.
+        dtype: storage type for the reader, such as "bfloat16".
+        surgery: the records of surgery.json.
+    """
+    layers = config.layer_configs()
+    types = sorted({layer.mixer.type.replace("_", "-") for layer in layers})
+    tags = "\n".join(f"- {tag}" for tag in ("longrecall", "linear-attention", "recurrent", *types))
+    rows = "\n".join(_row(*run) for run in _runs(layers))
+    done = "\n".join(_surgery_line(record) for record in surgery)
+    context = "unknown" if config.context_length is None else f"{config.context_length:,} tokens"
+    return f"""---
+library_name: longrecall
+pipeline_tag: text-generation
+tags:
+{tags}
+---
+
+# A recurrent language model in longrecall's format
+
+| | |
+|---|---|
+| parameters | {parameters:,} ({dtype}) |
+| recurrent state of one sequence | {config.state_size():,} numbers |
+| vocabulary | {config.vocab_size:,} |
+| width | {config.hidden_size:,} |
+| training context | {context} |
+
+| layers | mixer | state | MLP width |
+|---|---|---|---|
+{rows}
+
+## Surgery
+
+{done or "None: no layer of this model was changed after it was made."}
+
+The full record is in `surgery.json` when there is one.
+
+## Use
+
+```python
+import longrecall
+
+model = longrecall.load("path/to/this/folder")
+```
+
+Once `longrecall` is imported, `transformers.AutoModelForCausalLM.from_pretrained` loads it too.
+"""
+
+
+def _row(first: int, last: int, layer: LayerConfig) -> str:
+    layers = first if first == last else f"{first}-{last}"
+    return f"| {layers} | {layer.mixer.type} | {layer.mixer.state_size():,} | {layer.mlp_size or '-'} |"
+
+
+def _surgery_line(record: dict[str, Any]) -> str:
+    method, init, seed, version = (record.get(key, "?") for key in ("method", "init", "seed", "longrecall_version"))
+    layers, state = _shown(record.get("layers")), _shown(record.get("state_size"))
+    return f"- `{method}` (init `{init}`, seed {seed}) in layers {layers}; state {state}; longrecall {version}"
+
+
+def _shown(value: Any) -> str:
+    """Return a record's value in one readable piece: ``12, 18`` or ``64 -> 256``."""
+    if isinstance(value, dict) and {"before", "after"} <= set(value):
+        return f"{value['before']} -> {value['after']}"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _runs(layers: Sequence[LayerConfig]) -> list[tuple[int, int, LayerConfig]]:
+    """Equal neighbours joined: (first index, last index, layer)."""
+    runs: list[tuple[int, int, LayerConfig]] = []
+    for index, layer in enumerate(layers):
+        if runs and runs[-1][2] == layer:
+            runs[-1] = (runs[-1][0], index, layer)
+        else:
+            runs.append((index, index, layer))
+    return runs

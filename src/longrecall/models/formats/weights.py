@@ -1,0 +1,201 @@
+"""Weight files opened lazily: names, shapes and types at once, the tensors one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from longrecall.errors import UserError
+
+SAFETENSORS_FILE = "model.safetensors"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+TORCH_FILE = "pytorch_model.bin"
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Weights(Protocol):
+    """Read access to the tensors of a checkpoint, whatever the files are."""
+
+    files: list[Path]
+
+    def names(self) -> list[str]:
+        """Return all tensor names."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one tensor, without reading it."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the storage type of one tensor, without reading it."""
+
+    def read(self, name: str) -> Tensor:
+        """Return the tensor, on the CPU. It may be backed by the file: callers that keep it copy it."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; UserError when the file is missing, empty, not UTF-8, not JSON or not an object."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; a checkpoint folder needs it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}); the file may be empty or damaged") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+class SafetensorsWeights:
+    """One safetensors file, or shards with an index.
+
+    A file is mapped only while one of its tensors is read: pages of a mapping that stays open would pile up to the size
+    of the model.
+
+    Args:
+        folder: where the files are.
+        shards: file name -> the tensor names the index promises there, or None when there is no index.
+    """
+
+    def __init__(self, folder: Path, shards: dict[str, set[str] | None]) -> None:
+        self.files = [folder / name for name in shards]
+        self._file: dict[str, Path] = {}
+        self._info: dict[str, tuple[tuple[int, ...], str]] = {}
+        for path, promised in zip(self.files, shards.values(), strict=True):
+            self._scan(path, promised)
+
+    def _scan(self, path: Path, promised: set[str] | None) -> None:
+        if not path.is_file():
+            raise UserError(f"{path} does not exist, but the index names it; the checkpoint is incomplete")
+        try:
+            with safe_open(str(path), framework="pt", device="cpu") as handle:
+                headers = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (no mapping)
+                found = {name: (tuple(header.get_shape()), str(header.get_dtype())) for name, header in headers.items()}
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is truncated or not a safetensors file ({error})") from None
+        for name in sorted(found.keys() & self._file.keys()):
+            raise UserError(f'{path}: tensor "{name}" is already in {self._file[name].name}; the shards contradict')
+        if promised is not None and promised != found.keys():
+            name = min(promised ^ found.keys())
+            problem = "is missing, but the index promises it" if name in promised else "is not in the index"
+            raise UserError(f'{path}: tensor "{name}" {problem}')
+        self._info.update(found)
+        self._file.update(dict.fromkeys(found, path))
+
+    def names(self) -> list[str]:
+        """All tensor names, sorted."""
+        return sorted(self._file)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor, from the header."""
+        return self._info[name][0]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Storage type of one tensor, from the header. UserError for integers and 8-bit formats."""
+        kind = self._info[name][1]
+        if kind not in _FLOATS:
+            raise UserError(
+                f'{self._file[name]}: tensor "{name}" has type {kind}; longrecall reads only {", ".join(_FLOATS)}'
+            )
+        return _FLOATS[kind]
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, mapped from the file."""
+        try:
+            with safe_open(str(self._file[name]), framework="pt", device="cpu") as handle:
+                tensor: Tensor = handle.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f'{self._file[name]}: tensor "{name}" cannot be read ({error})') from None
+        return tensor
+
+
+class TorchWeights:
+    """A `pytorch_model.bin` in torch's zip format, memory-mapped, unpickled with ``weights_only=True``."""
+
+    def __init__(self, path: Path) -> None:
+        self.files = [path]
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # torch raises half a dozen unrelated types on a bad or dangerous file
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UserError(
+                f"{path} is truncated, not a torch zip file, or holds more than plain tensors ({reason}); "
+                "convert it to safetensors where you trust it"
+            ) from None
+        if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):
+            raise UserError(f"{path} must hold one dictionary of named tensors, not {type(loaded).__name__}")
+        for name, value in loaded.items():
+            if not isinstance(value, Tensor):
+                raise UserError(f'{path}: "{name}" is a {type(value).__name__}, not a tensor')
+        self._tensors: dict[str, Tensor] = dict(loaded)
+
+    def names(self) -> list[str]:
+        """All tensor names, sorted."""
+        return sorted(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor."""
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Storage type of one tensor. UserError unless it is a 16-, 32- or 64-bit float."""
+        dtype = self._tensors[name].dtype
+        if dtype not in _FLOATS.values():
+            raise UserError(f'{self.files[0]}: tensor "{name}" has type {dtype}; longrecall reads only {list(_FLOATS)}')
+        return dtype
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, mapped from the file."""
+        return self._tensors[name]
+
+
+def _read_index(path: Path) -> dict[str, set[str] | None]:
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f'{path} has no "weight_map" of tensor names to file names')
+    shards: dict[str, set[str] | None] = {}
+    for name, file in weight_map.items():
+        # A shard outside the folder would let a downloaded index point anywhere on the disk.
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise UserError(f'{path}: tensor "{name}" is placed in {file!r}; a shard is a .safetensors file beside it')
+        names = shards.setdefault(file, set())
+        if names is not None:
+            names.add(name)
+    return dict(sorted(shards.items()))
+
+
+def open_weights(folder: Path, allow_torch: bool = False) -> Weights:
+    """Open the weight files of a checkpoint folder.
+
+    Args:
+        folder: a local folder.
+        allow_torch: whether the format may also be stored as `pytorch_model.bin`.
+
+    Raises:
+        UserError: no weight file, a missing shard, a truncated or foreign file, contradicting names.
+    """
+    if (folder / SAFETENSORS_INDEX).is_file():
+        return SafetensorsWeights(folder, _read_index(folder / SAFETENSORS_INDEX))
+    if (folder / SAFETENSORS_FILE).is_file():
+        return SafetensorsWeights(folder, {SAFETENSORS_FILE: None})
+    if (folder / TORCH_FILE).is_file():
+        if allow_torch:
+            return TorchWeights(folder / TORCH_FILE)
+        raise UserError(f"{folder} has only {TORCH_FILE}; for this format longrecall reads safetensors, never pickle")
+    raise UserError(f"{folder} has no weights: neither {SAFETENSORS_FILE} nor {SAFETENSORS_INDEX}")
+
+
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """Return the first names in quotes and how many more there are, for one-line messages."""
+    ordered = sorted(names)
+    shown = ", ".join(f'"{name}"' for name in ordered[:most])
+    return shown + (f" and {len(ordered) - most} more" if len(ordered) > most else "")

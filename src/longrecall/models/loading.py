@@ -1,0 +1,88 @@
+"""From a checkpoint of any known format to a model in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from longrecall.errors import UserError, did_you_mean
+from longrecall.models.checkpoint import Checkpoint, open_checkpoint
+from longrecall.models.recurrent_lm import RecurrentLM
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Return the torch dtype of "bfloat16", "bf16", "torch.bfloat16", ...; None and "auto" mean: as stored.
+
+    Raises:
+        UserError: an unknown name, or a type that is no 16-, 32- or 64-bit float.
+    """
+    if dtype is None or dtype == "auto":
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise UserError(f'dtype "{name}" is not one of {", ".join(_DTYPES)}, auto.{did_you_mean(name, _DTYPES)}')
+    return _DTYPES[name]
+
+
+def load(
+    path: str | Path, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None
+) -> RecurrentLM:
+    """Load a model; native, fla, transformers and mamba_ssm formats are told apart by config.json.
+
+    Args:
+        path: a checkpoint folder, or a hub id such as org/name.
+        dtype: type of the weights in memory; None = as stored.
+        device: where the weights go; None = the CPU.
+
+    Returns:
+        The model in evaluation mode.
+
+    Raises:
+        UserError: whatever is wrong with the checkpoint (`open_checkpoint`), the dtype or the device.
+    """
+    wanted, place = parse_dtype(dtype), _parse_device(device)
+    return materialise(open_checkpoint(path), wanted, place)
+
+
+def materialise(
+    checkpoint: Checkpoint, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> RecurrentLM:
+    """Build the model of an open checkpoint; beside it only one tensor is in memory at a time."""
+    with torch.device("meta"):
+        model = RecurrentLM(checkpoint.config)
+    buffers = dict(model.named_buffers())
+    tensors = {}
+    for name in checkpoint.names():
+        # Buffers (a handover's progress) are counters, not weights: they keep their own precision.
+        kind = buffers[name].dtype if name in buffers else dtype
+        tensors[name] = checkpoint.read(name).to(device=device, dtype=kind)
+    model.load_state_dict(tensors, strict=False, assign=True)
+    if checkpoint.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embeddings.weight
+    left = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if left:
+        raise RuntimeError(f"{left[0]} is in the model but not in config.tensor_shapes()")
+    nn.Module.train(model, False)
+    return model
+
+
+def _parse_device(device: str | torch.device | None) -> torch.device:
+    try:
+        place = torch.device("cpu" if device is None else device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).strip().splitlines() or ["unknown device"])[0]
+        raise UserError(f'device "{device}" cannot be used: {reason}') from None
+    return place

@@ -1,0 +1,252 @@
+"""RecurrentLM: any list of mixers as a causal language model of transformers, with generate()."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from longrecall.layers.convolution import ShortConvolution
+from longrecall.layers.mixers.base import LayerState
+from longrecall.layers.mlp import SwiGLU
+from longrecall.layers.norm import RMSNorm
+from longrecall.models.config import LayerConfig, RecurrentConfig
+from longrecall.models.state import RecurrentState
+from longrecall.ops.packing import check_boundaries, document_mask, pack, unpack
+
+
+@dataclass
+class RecurrentOutput(ModelOutput):
+    """What a forward pass returns.
+
+    Attributes:
+        loss: mean cross-entropy (nats per label) when labels were given.
+        logits: ``[B, T, vocab]``, or the last `logits_to_keep` positions of it.
+        past_key_values: the new RecurrentState, None with ``use_cache=False``.
+        hidden_states: with ``output_hidden_states=True`` the residual stream before every layer and after the last norm.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+class RecurrentLayer(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)) where the layer has an MLP."""
+
+    def __init__(self, config: LayerConfig, hidden_size: int, norm_eps: float) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(hidden_size, norm_eps)
+        self.mixer = config.mixer.build(hidden_size)
+        self.mlp_norm = RMSNorm(hidden_size, norm_eps) if config.mlp_size else None
+        self.mlp = SwiGLU(hidden_size, config.mlp_size) if config.mlp_size else None
+
+    def forward(
+        self, x: Tensor, state: LayerState | None, mask: Tensor | None, position: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, LayerState]:
+        """The residual stream x ``[B, T, d]`` (any float dtype), computed on in `dtype`."""
+        y, new_state = self.mixer(self.mixer_norm(x).to(dtype), state, mask=mask, position=position)
+        x = x + y
+        if self.mlp is not None and self.mlp_norm is not None:
+            x = x + self.mlp(self.mlp_norm(x).to(dtype))
+        return x, new_state
+
+
+class RecurrentPreTrainedModel(PreTrainedModel):
+    """Initialisation and transformers' flags."""
+
+    config: RecurrentConfig
+    config_class = RecurrentConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("RecurrentLayer",)
+    _is_stateful = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Projections normal(0, initializer_range), those that write to the residual stream divided by sqrt(2 * layers)."""
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, ShortConvolution) or hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+        if isinstance(module, RecurrentLayer):
+            scale = std / math.sqrt(2 * max(1, self.config.num_hidden_layers))
+            for name, parameter in module.named_parameters():
+                if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+                    nn.init.normal_(parameter, std=scale)
+
+
+class RecurrentModel(RecurrentPreTrainedModel):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: RecurrentConfig) -> None:
+        super().__init__(config)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            RecurrentLayer(layer, config.hidden_size, config.norm_eps) for layer in config.layer_configs()
+        )
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embeddings = value
+
+    def forward(
+        self, x: Tensor, state: RecurrentState | None, mask: Tensor | None, keep_hidden: bool = False
+    ) -> tuple[Tensor, RecurrentState, list[Tensor]]:
+        """Embeddings ``[B, T, d]`` and a state -> normed stream ``[B, T, d]``, the new state, streams when asked for."""
+        dtype = x.dtype
+        if self.config.residual_in_fp32 and dtype != torch.float64:
+            x = x.float()
+        batch, length = x.shape[:2]
+        position = x.new_zeros(batch, dtype=torch.long) if state is None else state.position
+        new_layers, hidden = [], []
+        for index, layer in enumerate(self.layers):
+            if keep_hidden:
+                hidden.append(x)
+            before = None if state is None else state.layers[index]
+            if self.gradient_checkpointing and self.training:
+                x, after = self._gradient_checkpointing_func(layer.__call__, x, before, mask, position, dtype)
+            else:
+                x, after = layer(x, before, mask, position, dtype)
+            new_layers.append(after)
+        x = self.norm(x).to(dtype)
+        if keep_hidden:
+            hidden.append(x)
+        read = length if mask is None else mask.sum(1)
+        columns = length + (0 if state is None else state.length)
+        return x, RecurrentState(tuple(new_layers), position + read, columns), hidden
+
+
+class RecurrentLM(RecurrentPreTrainedModel, GenerationMixin):
+    """A causal language model whose layers are recurrences (or attention), each with its own sizes."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012 (transformers' own protocol)
+
+    def __init__(self, config: RecurrentConfig) -> None:
+        super().__init__(config)
+        self.model = RecurrentModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.embeddings = value  # type: ignore[assignment]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.lm_head = new_embeddings  # type: ignore[assignment]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: RecurrentState | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        inputs_embeds: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> RecurrentOutput:
+        """Read tokens from a state; nothing that was passed in is changed.
+
+        Args:
+            input_ids: int64 ``[B, T]`` (or `inputs_embeds` ``[B, T, d]``).
+            attention_mask: 0/1 ``[B, T]`` or longer (the last T columns count); 0 = padding, skipped as if not there.
+            past_key_values: the RecurrentState to start from; None = zeros.
+            labels: int64 ``[B, T]``, -100 = no loss; position t is predicted from the tokens before it.
+            cu_seqlens: int ``[N + 1]``: B = 1 holds N documents side by side, each read from its own (zero) state;
+                the returned state then has one row per document.
+            logits_to_keep: compute logits for the last so many positions only (or for the given ones); 0 = all.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        x = self.model.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        mask = None
+        if attention_mask is not None:
+            mask = attention_mask[:, -x.shape[1] :].bool()
+            mask = None if bool(mask.all()) else mask
+        if cu_seqlens is not None:
+            if x.shape[0] != 1 or mask is not None:
+                raise ValueError(
+                    "cu_seqlens packs documents into one row without padding: B must be 1 and no mask given"
+                )
+            check_boundaries(cu_seqlens, x.shape[1])
+            x, mask = unpack(x, cu_seqlens), document_mask(cu_seqlens)
+        hidden, state, streams = self.model(x, past_key_values, mask, bool(output_hidden_states))
+        if cu_seqlens is not None:
+            hidden, streams = pack(hidden, cu_seqlens), [pack(stream, cu_seqlens) for stream in streams]
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden[:, kept] if not isinstance(logits_to_keep, int) or logits_to_keep else hidden)
+        loss = None if labels is None else next_token_loss(logits, labels)
+        return RecurrentOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=state if use_cache is not False else None,
+            hidden_states=tuple(streams) if output_hidden_states else None,
+        )
+
+    def zero_state(self, batch_size: int) -> RecurrentState:
+        """The state before the first token: zeros, on the model's device."""
+        layers = tuple(
+            layer.mixer.zero_state(batch_size, self.device, self.dtype) for layer in self.config.layer_configs()
+        )
+        return RecurrentState(layers, torch.zeros(batch_size, dtype=torch.long, device=self.device))
+
+    def state_size(self) -> int:
+        """Numbers in the recurrent state of one sequence."""
+        return self.config.state_size()
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) over the layer descriptions and every tensor: two models agree only if they compute the same."""
+        digest = hashlib.sha256(json.dumps(self.config.layers, sort_keys=True).encode())
+        for name, tensor in sorted(self.state_dict().items()):
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def _reorder_cache(self, past_key_values: RecurrentState, beam_idx: Tensor) -> RecurrentState:
+        """Beam search: the state of the chosen beams, as a new value."""
+        return past_key_values.select_rows(beam_idx)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """No key-value cache of transformers: the state comes out of the first forward pass."""
+        return False
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy in float32 of labels ``[B, T]`` (-100 = ignored) given the logits one position before each.
+
+    A batch without any label has loss 0, not NaN.
+    """
+    targets = labels[:, 1:].flatten()
+    predictions = logits[:, :-1].flatten(0, 1)
+    predictions = predictions if predictions.dtype == torch.float64 else predictions.float()
+    total = F.cross_entropy(predictions, targets, ignore_index=-100, reduction="sum")
+    return total / (targets != -100).sum().clamp(min=1)

@@ -1,0 +1,122 @@
+"""The recurrent state of a whole model: a value that is passed in and returned, saved and loaded, never mutated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from longrecall.errors import UserError
+from longrecall.layers.mixers.base import LayerState
+
+if TYPE_CHECKING:
+    from longrecall.models.recurrent_lm import RecurrentLM
+
+FORMAT = "longrecall-state-1"
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """What a model remembers of the tokens it has read.
+
+    Attributes:
+        layers: per layer a mapping from name to tensor, batch first (docs/architecture.md lists the names).
+        position: int64 ``[B]``: real (unpadded) tokens each row has read.
+        length: columns read, padding included; what transformers calls the cache's sequence length.
+    """
+
+    layers: tuple[LayerState, ...]
+    position: Tensor
+    length: int = 0
+
+    @property
+    def batch_size(self) -> int:
+        """Rows B."""
+        return int(self.position.shape[0])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns read so far (transformers' cache protocol)."""
+        return self.length
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> RecurrentState:
+        """A new state with `function` applied to every layer tensor (not to the positions)."""
+        layers = tuple({name: function(tensor) for name, tensor in layer.items()} for layer in self.layers)
+        return replace(self, layers=layers)
+
+    def detach(self) -> RecurrentState:
+        """The same numbers without their history of gradients."""
+        return self.map(Tensor.detach)
+
+    def to(self, device: torch.device | str) -> RecurrentState:
+        """The same numbers on another device."""
+        return replace(self.map(lambda tensor: tensor.to(device)), position=self.position.to(device))
+
+    def select_rows(self, index: Tensor) -> RecurrentState:
+        """Rows in the order of int64 `index`, for beam search and for answering many questions from one state."""
+        rows = self.map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+        return replace(rows, position=self.position.index_select(0, index.to(self.position.device)))
+
+    def repeat_rows(self, count: int) -> RecurrentState:
+        """Every row `count` times, side by side."""
+        index = torch.arange(self.batch_size, device=self.position.device).repeat_interleave(count)
+        return self.select_rows(index)
+
+    def is_finite(self) -> bool:
+        """Whether no tensor holds NaN or infinity."""
+        return all(
+            bool(torch.isfinite(t).all()) for layer in self.layers for t in layer.values() if t.is_floating_point()
+        )
+
+    def save(self, path: str | Path, fingerprint: str) -> None:
+        """Write safetensors with the fingerprint of the model it belongs to; the file appears only when it is whole."""
+        path = Path(path)
+        tensors = {
+            f"{i}.{name}": t.detach().cpu().contiguous()
+            for i, layer in enumerate(self.layers)
+            for name, t in layer.items()
+        }
+        tensors["position"] = self.position.cpu()
+        # safetensors cannot hold a tensor and its view; clone what shares storage, such as expanded rows.
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        metadata = {"format": FORMAT, "fingerprint": fingerprint, "length": json.dumps(self.length)}
+        partial = path.with_name(path.name + ".partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, partial, metadata=metadata)
+            partial.replace(path)
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise UserError(f"cannot write the state file {path}: {error}. Choose another place.") from error
+
+    @classmethod
+    def load(cls, path: str | Path, model: RecurrentLM) -> RecurrentState:
+        """Read a state written by `save`; raises UserError when the file is broken or belongs to another model."""
+        path = Path(path)
+        if not path.is_file():
+            raise UserError(f"there is no state file {path}; write one with generate --save-state.")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+        except SafetensorError as error:
+            raise UserError(f"{path} is not a whole safetensors file: {error}.") from error
+        if metadata.get("format") != FORMAT:
+            raise UserError(f"{path} is not a longrecall state file; write one with generate --save-state.")
+        if metadata["fingerprint"] != model.fingerprint():
+            raise UserError(
+                f"{path} holds the state of model {metadata['fingerprint'][:12]}, but this model is "
+                f"{model.fingerprint()[:12]}; load the state into the model that wrote it."
+            )
+        layers: list[LayerState] = [{} for _ in range(model.config.num_hidden_layers)]
+        for name, tensor in tensors.items():
+            if name != "position":
+                index, _, key = name.partition(".")
+                layers[int(index)][key] = tensor.to(model.device)
+        return cls(tuple(layers), tensors["position"].to(model.device), json.loads(metadata["length"]))

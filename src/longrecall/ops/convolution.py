@@ -1,0 +1,62 @@
+"""Causal depthwise short convolution with a state: the last W - 1 inputs of every channel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrecall.ops.packing import check_boundaries, document_mask, pack, unpack
+
+
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    state: Tensor | None = None,
+    mask: Tensor | None = None,
+    activation: str | None = "silu",
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Convolve each channel with its W last inputs, :math:`y_t = \sum_w weight_w x_{t-W+1+w} + bias`, then SiLU.
+
+    Args:
+        x: ``[B, T, C]``.
+        weight: ``[C, W]``, the newest input last. bias: ``[C]`` or None.
+        state: ``[B, C, W - 1]``: the inputs before x; None = zeros.
+        mask: bool ``[B, T]``; False marks padding: it is skipped as if it were not there (its outputs are arbitrary).
+        activation: "silu" or None.
+        cu_seqlens: int ``[N + 1]``: B = 1 holds N documents, each with a state of its own (``[N, C, W - 1]``).
+
+    Returns:
+        ``[B, T, C]`` and the new state ``[B, C, W - 1]``, both in the dtype of `x`.
+    """
+    if cu_seqlens is not None:
+        check_boundaries(cu_seqlens, x.shape[1])
+        y, new_state = short_convolution(
+            unpack(x, cu_seqlens), weight, bias, state=state, mask=document_mask(cu_seqlens), activation=activation
+        )
+        return pack(y, cu_seqlens), new_state
+    batch, length, channels = x.shape
+    width = weight.shape[1]
+    if state is None:
+        state = x.new_zeros((batch, channels, width - 1))
+    order = None
+    if mask is not None:
+        # Real tokens first, in order: padding then lies after everything it could disturb.
+        order = torch.argsort((~mask).to(torch.int8), dim=1, stable=True)
+        x = x.gather(1, order[..., None].expand_as(x))
+    history = torch.cat([state.to(x.dtype).transpose(1, 2), x], dim=1)
+    y = history[:, :length] * weight[:, 0].to(x.dtype)
+    for tap in range(1, width):
+        y = y + history[:, tap : tap + length] * weight[:, tap].to(x.dtype)
+    if bias is not None:
+        y = y + bias.to(x.dtype)
+    if activation == "silu":
+        y = F.silu(y)
+    if mask is None or order is None:
+        return y, history[:, length:].transpose(1, 2)
+    y = torch.empty_like(y).scatter(1, order[..., None].expand_as(y), y)
+    last = mask.sum(1)[:, None] + torch.arange(width - 1, device=x.device)
+    return y, history.gather(1, last[..., None].expand(-1, -1, channels)).transpose(1, 2)

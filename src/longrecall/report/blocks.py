@@ -1,0 +1,63 @@
+"""What a page is made of: sections with tables and figures, as plain values that the template writes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from longrecall.report.summaries import Number
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text; the first column names the row. `hidden` tables unfold on a click (they back a plot).
+
+    A cell is one line, or a main line and smaller lines under it, separated by line feeds.
+    """
+
+    caption: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    hidden: bool = False
+    kind: str = "table"
+
+
+@dataclass(frozen=True)
+class Plot:
+    """An <svg> element, what it shows in words, and its numbers as a table."""
+
+    svg: str
+    caption: str
+    data: Table
+    kind: str = "plot"
+
+
+@dataclass(frozen=True)
+class Note:
+    """A paragraph."""
+
+    text: str
+    kind: str = "note"
+
+
+Block = Table | Plot | Note
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with its blocks; `id` is its place in the page."""
+
+    id: str
+    title: str
+    blocks: Sequence[Block] = field(default=())
+
+
+def with_interval(number: Number, digits: int = 3, signed: bool = False) -> str:
+    """Return the value and, in a second line, its interval: ``0.912`` over ``0.903 to 0.920``; a dash for no value."""
+    if number.value is None:
+        return "–"
+    form = f"{'+' if signed else ''}.{digits}f"
+    lines = [f"{number.value:{form}}"]
+    if number.low is not None and number.high is not None:
+        lines.append(f"{number.low:{form}} to {number.high:{form}}")
+    return "\n".join(lines).replace("-", "−")

@@ -1,0 +1,75 @@
+"""Result files in, one HTML file out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from longrecall import __version__
+from longrecall.errors import UserError
+from longrecall.report.inputs import read_inputs
+
+_TITLE = "What the model remembers, before and after"
+
+
+def build_report(
+    result_paths: Sequence[str | Path],
+    out: str | Path,
+    *,
+    labels: Mapping[str, str] | None = None,
+    title: str | None = None,
+) -> Path:
+    """Write one self-contained HTML page that compares result files; it loads nothing from anywhere.
+
+    Args:
+        result_paths: files of `longrecall eval` and `longrecall train`, in the order in which they shall appear.
+            "before" and "after" (by label, else first and last) are compared; one labelled "control" or "continued"
+            stands for plain continued training.
+        out: the page; it appears only when it is whole.
+        labels: label -> one of `result_paths`; else the file's own "label", else its name.
+        title: heading of the page.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        UserError: a file that is missing, broken or of another schema; a place that cannot be written; jinja2 or
+            matplotlib not installed.
+    """
+    inputs = read_inputs(result_paths, labels)
+    try:
+        from jinja2 import Environment, StrictUndefined
+
+        from longrecall.report.sections import all_sections
+    except ModuleNotFoundError as error:
+        raise UserError(f"a report needs {error.name}; install it with pip install 'longrecall[report]'") from error
+    template = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(files("longrecall.report").joinpath("page.html.j2").read_text(encoding="utf-8"))
+    page = template.render(title=title or _TITLE, sections=all_sections(inputs), version=__version__)
+    return _write(Path(out), page)
+
+
+def _write(path: Path, text: str) -> Path:
+    temporary = None
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        raise UserError(f"cannot write {path}: {error.strerror or error}; choose another -o") from error
+    return path

@@ -1,0 +1,305 @@
+"""The sections of a report, each made from what the result files hold; one that has nothing to show is left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from longrecall.report import plots
+from longrecall.report.blocks import Block, Note, Plot, Section, Table, with_interval
+from longrecall.report.inputs import Evaluation, Inputs, Measurement, Training
+from longrecall.report.summaries import (
+    Number,
+    before_and_after,
+    control_of,
+    difference,
+    headlines,
+)
+
+_PLOTTED = {("phonebook", "accuracy"), ("passkey", "accuracy"), ("bits_per_byte", "bits_per_byte")}
+_MOST_LOG_ROWS = 40
+
+
+def all_sections(inputs: Inputs) -> list[Section]:
+    """Return the sections of a page in reading order."""
+    makers = (headline, control, phonebook, passkey, positions, sizes, training, other_tasks, provenance)
+    return [section for section in (make(inputs) for make in makers) if section is not None]
+
+
+def headline(inputs: Inputs) -> Section | None:
+    """The few numbers that matter: one row each, a column per file, and what changed."""
+    evaluations = inputs.evaluations
+    rows = headlines(evaluations)
+    if not rows:
+        return None
+    pair = before_and_after(evaluations)
+    header = ["quantity", *(evaluation.label for evaluation in evaluations)]
+    if pair is not None:
+        header.append(f"{pair[1].label} − {pair[0].label}")
+    body = []
+    for row in rows:
+        cells = [row.name, *(with_interval(row.number(evaluation), row.digits) for evaluation in evaluations)]
+        if pair is not None:
+            change = difference(row.number(pair[1]), row.number(pair[0]))
+            cells.append(f"{with_interval(change, row.digits, signed=True)}{_verdict(change, row.more_is_better)}")
+        body.append(tuple(cells))
+    table = Table("Headline numbers with 95% intervals", tuple(header), tuple(body))
+    blocks: list[Block] = [table]
+    if pair is not None:
+        blocks.append(
+            Note(
+                "The interval of a difference treats the two measurements as independent. Where both were asked the "
+                "same questions, as eval does for equal seeds, the true interval is narrower."
+            )
+        )
+    return Section("headline", "What changed" if pair else "Headline numbers", blocks)
+
+
+def control(inputs: Inputs) -> Section | None:
+    """Enlarged and trained, against the same training without the larger state."""
+    against = control_of(inputs.evaluations)
+    pair = before_and_after(inputs.evaluations)
+    others = [entry for entry in inputs.evaluations if entry is not against]
+    if against is None or not others:
+        return None
+    after = pair[1] if pair is not None else others[-1]
+    rows = []
+    for row in headlines([against, after]):
+        gain = difference(row.number(after), row.number(against))
+        numbers = (with_interval(row.number(entry), row.digits) for entry in (against, after))
+        verdict = f"{with_interval(gain, row.digits, signed=True)}{_verdict(gain, row.more_is_better)}"
+        rows.append((row.name, *numbers, verdict))
+    header = ("quantity", against.label, after.label, f"{after.label} − {against.label}")
+    note = (
+        f"“{against.label}” was trained on without surgery. What stands in the last column is what the larger state "
+        "gives beyond more training; it is a fair comparison only if both saw equally many tokens of the same data."
+    )
+    table = Table(f"{after.label} against plain continued training", header, tuple(rows))
+    return Section("control", "Compared with plain continued training", [table, Note(note)])
+
+
+def phonebook(inputs: Inputs) -> Section | None:
+    """Recall by number of pairs."""
+    chosen = _with(inputs.evaluations, "phonebook", "accuracy")
+    if not chosen:
+        return None
+    data = _cell_table(inputs.evaluations, "phonebook", "accuracy", ("pairs", "distance"))
+    caption = (
+        "Share of phone-book queries whose whole number is predicted, by how many pairs the book holds. "
+        "Bars are 95% intervals."
+    )
+    blocks: list[Block] = [Plot(plots.phonebook_plot(inputs.evaluations, "phonebook"), caption, data)]
+    return Section("phonebook", "Recall by number of associations", blocks)
+
+
+def passkey(inputs: Inputs) -> Section | None:
+    """Recall by length and depth."""
+    if not _with(inputs.evaluations, "passkey", "accuracy"):
+        return None
+    cells = _cell_table(inputs.evaluations, "passkey", "accuracy", ("length", "depth"))
+    by_length = {entry.label: plots.mean_by_length(entry) for entry in inputs.evaluations}
+    lengths = sorted({length for numbers in by_length.values() for length in numbers})
+    rows = tuple(
+        (f"{length:,.0f}", *(with_interval(by_length[e.label].get(length, Number(None))) for e in inputs.evaluations))
+        for length in lengths
+    )
+    means = Table(
+        "Passkey by length, mean over depths", ("length", *(e.label for e in inputs.evaluations)), rows, hidden=True
+    )
+    return Section(
+        "passkey",
+        "Recall by length and depth",
+        [
+            Plot(
+                plots.passkey_by_length(inputs.evaluations, "passkey-length"),
+                "Share of passkeys recalled by length of the text, mean over depths. Bars are 95% intervals.",
+                means,
+            ),
+            Plot(
+                plots.passkey_heat_maps(inputs.evaluations, "passkey-map"),
+                "The same by depth, in percent: 0% is the beginning of the text, the farthest from the question.",
+                cells,
+            ),
+        ],
+    )
+
+
+def positions(inputs: Inputs) -> Section | None:
+    """Bits per byte by position."""
+    if not _with(inputs.evaluations, "bits_per_byte", "bits_per_byte"):
+        return None
+    data = _cell_table(inputs.evaluations, "bits_per_byte", "bits_per_byte", ("start", "end"))
+    caption = (
+        "How well running text is predicted, by position. A curve that rises to the right shows a model that fails "
+        "beyond the length it was trained on. Bars are 95% intervals."
+    )
+    plot = Plot(plots.position_plot(inputs.evaluations, "positions"), caption, data)
+    return Section("positions", "Bits per byte by position", [plot])
+
+
+def other_tasks(inputs: Inputs) -> Section | None:
+    """Every metric without a plot of its own, as tables."""
+    metrics = dict.fromkeys((m.task, m.metric) for e in inputs.evaluations for m in e.measurements)
+    blocks = [
+        _cell_table(inputs.evaluations, task, metric, _keys(inputs.evaluations, task, metric))
+        for task, metric in metrics
+        if (task, metric) not in _PLOTTED
+    ]
+    return Section("more", "More measurements", blocks) if blocks else None
+
+
+def sizes(inputs: Inputs) -> Section | None:
+    """Parameters and state before and after, and the surgery between."""
+    if not inputs.evaluations:
+        return None
+    first = inputs.evaluations[0].data["checkpoint"]
+    rows = []
+    history: list[tuple[str, ...]] = []
+    for evaluation in inputs.evaluations:
+        checkpoint = evaluation.data["checkpoint"]
+        state = checkpoint.get("state_size")
+        rows.append(
+            (
+                evaluation.label,
+                _integer(checkpoint.get("parameters")) + _ratio(checkpoint, first, "parameters"),
+                _integer(state) + _ratio(checkpoint, first, "state_size"),
+                f"{4 * state / 1024:,.1f} KiB" if isinstance(state, int) else "–",
+            )
+        )
+        history.extend((evaluation.label, *_record(record)) for record in checkpoint.get("surgery") or [])
+    header = ("checkpoint", "parameters", "numbers in the recurrent state", "state of one sequence, float32")
+    blocks: list[Block] = [Table("Parameters and state sizes", header, tuple(rows))]
+    if history:
+        columns = ("checkpoint", "method", "init", "layers", "seed", "state", "tensors touched")
+        blocks.append(Table("Surgery", columns, tuple(history)))
+    return Section("sizes", "State and parameters", blocks)
+
+
+def training(inputs: Inputs) -> Section | None:
+    """Training curves."""
+    runs = [run for run in inputs.trainings if run.log]
+    if not runs:
+        return None
+    labels = [evaluation.label for evaluation in inputs.evaluations]
+    rows = []
+    for run in runs:
+        step = max(1, -(-len(run.log) // _MOST_LOG_ROWS))
+        for row in run.log[::step]:
+            tokens = _integer(row.get("tokens"))
+            rate = row.get("learning_rate")
+            rows.append(
+                (run.label, f"{row['step']:,}", tokens, f"{row['loss']:.4f}", "–" if rate is None else f"{rate:.3g}")
+            )
+    header = ("run", "step", "tokens", "loss", "learning rate")
+    data = Table(f"Training log (at most {_MOST_LOG_ROWS} rows a run)", header, tuple(rows), hidden=True)
+    caption = "Training loss: every logged value (faint) and its running mean."
+    plot = Plot(plots.training_plot(runs, labels, "training"), caption, data)
+    return Section("training", "Training", [plot])
+
+
+def provenance(inputs: Inputs) -> Section:
+    """Where every number comes from."""
+    rows = []
+    entries: list[Evaluation | Training] = [*inputs.evaluations, *inputs.trainings]
+    for entry in entries:
+        data = entry.data
+        environment = data.get("environment") or {}
+        checkpoint = data.get("checkpoint") if isinstance(data.get("checkpoint"), dict) else {}
+        rows.append(
+            (
+                entry.label,
+                str(data["kind"]),
+                str(data.get("created", "–")),
+                str(data.get("longrecall", "–")),
+                ", ".join(f"{name} {version}" for name, version in environment.items()) or "–",
+                str((checkpoint or {}).get("fingerprint") or "–")[:16],
+                entry.source,
+            )
+        )
+    header = ("label", "kind", "created", "longrecall", "environment", "fingerprint", "file")
+    blocks: list[Block] = [Table("Result files", header, tuple(rows))]
+    for entry in entries:
+        settings = entry.data.get("settings") if entry.data["kind"] == "evaluation" else entry.data.get("recipe")
+        flat = tuple((name, value) for name, value in _flatten(settings or {}) if value)
+        if flat:
+            what = "settings" if entry.data["kind"] == "evaluation" else "recipe"
+            blocks.append(Table(f"{entry.label}: {what}", ("name", "value"), flat, hidden=True))
+    return Section("provenance", "Where these numbers come from", blocks)
+
+
+def _with(evaluations: Iterable[Evaluation], task: str, metric: str) -> list[Evaluation]:
+    return [evaluation for evaluation in evaluations if evaluation.of(task, metric)]
+
+
+def _keys(evaluations: Iterable[Evaluation], task: str, metric: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(key for e in evaluations for m in e.of(task, metric) for key in m.cell))
+
+
+def _cell_table(evaluations: Sequence[Evaluation], task: str, metric: str, keys: tuple[str, ...]) -> Table:
+    """Return a row per cell and a column per file; `keys` first, whatever else a cell says after them."""
+    columns = tuple(dict.fromkeys([*keys, *_keys(evaluations, task, metric)]))
+    found: dict[tuple[Any, ...], dict[str, Measurement]] = {}
+    for evaluation in evaluations:
+        for m in evaluation.of(task, metric):
+            found.setdefault(tuple(m.cell.get(key, "") for key in columns), {})[evaluation.label] = m
+    rows = []
+    for cell in sorted(found, key=_cell_order):
+        texts = [_cell_text(part) for part in cell]
+        for evaluation in evaluations:
+            measured = found[cell].get(evaluation.label)
+            number = Number(None) if measured is None else Number(measured.value, measured.low, measured.high)
+            texts.append(with_interval(number) + (f"\nn = {measured.count:,}" if measured else ""))
+        rows.append(tuple(texts))
+    header = (*columns, *(evaluation.label for evaluation in evaluations))
+    return Table(f"{task}: {metric.replace('_', ' ')}", header, tuple(rows), hidden=(task, metric) in _PLOTTED)
+
+
+def _cell_order(cell: Sequence[Any]) -> tuple[tuple[bool, float, str], ...]:
+    """Numbers by size, then everything else by its text."""
+    return tuple((False, float(part), "") if isinstance(part, int | float) else (True, 0.0, str(part)) for part in cell)
+
+
+def _cell_text(part: Any) -> str:
+    if isinstance(part, int | float) and not isinstance(part, bool):
+        return f"{part:,}" if isinstance(part, int) else f"{part:,g}"
+    return str(part) or "–"
+
+
+def _verdict(change: Number, more_is_better: bool) -> str:
+    if change.low is None or change.high is None:
+        return ""
+    if change.low <= 0 <= change.high:
+        return "\nno clear change"
+    return "\nbetter" if (change.low > 0) == more_is_better else "\nworse"
+
+
+def _integer(number: Any) -> str:
+    return f"{number:,}" if isinstance(number, int) else "–"
+
+
+def _ratio(checkpoint: Mapping[str, Any], first: Mapping[str, Any], key: str) -> str:
+    now, base = checkpoint.get(key), first.get(key)
+    if not isinstance(now, int) or not isinstance(base, int) or base == 0 or now == base:
+        return ""
+    return f" (×{now / base:.3g})"
+
+
+def _record(record: Mapping[str, Any]) -> tuple[str, ...]:
+    state = record.get("state_size") or {}
+    return (
+        str(record.get("method", "–")),
+        str(record.get("init", "–")),
+        ", ".join(str(layer) for layer in record.get("layers", ())) or "–",
+        str(record.get("seed", "–")),
+        f"{_integer(state.get('before'))} → {_integer(state.get('after'))}",
+        _integer(len(record.get("touched", ()))),
+    )
+
+
+def _flatten(data: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,48 @@
+"""Writing a checkpoint from a stream of tensors: one layer in memory at a time, complete or not there at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from longrecall.errors import UserError
+from longrecall.models import checkpoint
+from longrecall.models.config import RecurrentConfig
+
+
+def check_places(src: str | Path, dst: str | Path) -> None:
+    """Raise UserError when `dst` is `src`, holds it or lies in it: replacing one must not harm the other."""
+    source, target = (Path(os.path.realpath(Path(place).expanduser())) for place in (src, dst))
+    if source == target:
+        raise UserError(f"{dst} is the source itself; surgery never changes its input, give another output folder")
+    if target in source.parents:
+        raise UserError(f"{dst} contains the source {src}, which would be replaced; give another output folder")
+    if source in target.parents:
+        raise UserError(f"{dst} lies inside the source {src}; give an output folder outside it")
+
+
+def write_checkpoint(
+    source: checkpoint.Checkpoint,
+    dst: str | Path,
+    config: RecurrentConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    records: Callable[[], Sequence[dict[str, Any]]],
+    *,
+    force: bool,
+) -> None:
+    """Write a native checkpoint to `dst` with `source`'s companion files, a fresh model card and surgery records.
+
+    `tensors` is consumed one at a time; `records` is called last, since a source hash reads every file. Raises
+    UserError when `dst` cannot take it, before the first tensor is read; `dst` ends complete or as it was.
+    """
+    check_places(source.path, dst)
+    with checkpoint.CheckpointWriter(dst, force=force, max_shard_bytes=checkpoint.DEFAULT_SHARD_BYTES) as writer:
+        writer.set_config(config)
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+        writer.set_surgery(records())
+        writer.add_companions(source.companion_files())

@@ -1,0 +1,236 @@
+r"""Passkey retrieval in its two published forms: one key hidden in repeated lines, asked for at the end.
+
+The end of a sample with the key 04217, bytes as tokens (``_`` is a space, ``.`` a label of -100); the prompt is
+everything up to and including the space:
+
+    input   T h e _ p a s s _ k e y _ i s _ 0 4 2 1 7
+    label   . . . . . . . . . . . . . . . . 0 4 2 1 7
+
+Forms:
+
+* ``statex`` (StateX, table 12): noise lines with the needle line among them, then
+  ``What is the pass key? The pass key is``.
+* ``infinitebench`` (InfiniteBench): a preamble announces that something is hidden; the question and the beginning of
+  the answer stand in paragraphs of their own.
+
+The haystack is filled to an exact number of tokens: whole noise lines, and before them the last tokens of one more
+line, so that each line but the first is whole. `depth` is the share of these lines that stands before the needle:
+0 = first, 1 = last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longrecall.errors import UserError, did_you_mean
+from longrecall.tasks.encoding import IGNORE, Cell, PieceEncoder, Sample, TextEncoder, draw_integers, sample_generator
+
+Ints = NDArray[np.int64]
+
+_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+_ANNOUNCEMENT = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there.\n\n"
+)
+_NEEDLE = ("The pass key is", ". Remember it.", " is the pass key.\n")
+"""What stands before, between and after the two mentions of the key."""
+
+FORMS: dict[str, tuple[str, str]] = {
+    "statex": ("", "What is the pass key? The pass key is"),
+    "infinitebench": (_ANNOUNCEMENT, "\nWhat is the pass key?\n\nThe pass key is"),
+}
+"""Form -> (text before the haystack, text between the haystack and the answer)."""
+
+
+def _check_options(form: str, digits: int) -> None:
+    if form not in FORMS:
+        raise UserError(f'passkey: unknown form "{form}"; known forms: {", ".join(FORMS)}.{did_you_mean(form, FORMS)}')
+    if digits < 1:
+        raise UserError(f"passkey: digits must be at least 1, got {digits}")
+
+
+def _check_depth(depth: float) -> None:
+    if not 0.0 <= depth <= 1.0:
+        raise UserError(f"passkey: depth must be between 0 and 1, got {depth}")
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """A prompt without its haystack: int64 tokens, and which tokens of the needle belong to the key's mentions."""
+
+    before: Ints
+    needle: Ints
+    mention: NDArray[np.int8]  # per needle token: 0 none, 1 first mention of the key, 2 second
+    suffix: Ints  # question, answer prefix and, where it is a token of its own, the space before the key
+    answer: Ints
+    noise: Ints
+
+    @property
+    def smallest(self) -> int:
+        """The tokens of a prompt without noise."""
+        return len(self.before) + len(self.needle) + len(self.suffix)
+
+    def room(self, length: int) -> int:
+        """Return the noise tokens of a prompt of `length`; refuse a length that cannot hold needle and question."""
+        if length < self.smallest:
+            raise UserError(
+                f"passkey: length {length} is too short: the needle and the question alone take {self.smallest} tokens"
+            )
+        return length - self.smallest
+
+
+def _frame(encode: PieceEncoder, key: str, form: str) -> _Frame:
+    before, suffix = FORMS[form]
+    lead, answer = encode.answer(key)
+    needle: list[int] = []
+    mention: list[int] = []
+    for index, piece in enumerate(_NEEDLE):
+        tokens = encode(piece)
+        needle.extend(tokens)
+        mention.extend([0] * len(tokens))
+        if index < 2:
+            needle.extend(lead + answer)
+            mention.extend([0] * len(lead) + [index + 1] * len(answer))
+    return _Frame(
+        before=_array(encode(before) if before else ()),
+        needle=_array(needle),
+        mention=np.array(mention, dtype=np.int8),
+        suffix=_array(encode(suffix) + lead),
+        answer=_array(answer),
+        noise=_array(encode(_NOISE)),
+    )
+
+
+def _array(tokens: Sequence[int]) -> Ints:
+    return np.array(tokens, dtype=np.int64)
+
+
+def _lines(room: int, line: int) -> int:
+    """Return how many lines, the cut one included, a haystack of `room` tokens has."""
+    return -(-room // line)
+
+
+def _assemble(frame: _Frame, length: int, lines_before: int, label_needle: bool) -> tuple[Ints, Ints]:
+    """Return ids and labels of a prompt of `length` tokens and its answer."""
+    room, line = frame.room(length), len(frame.noise)
+    split = max(0, room - (_lines(room, line) - lines_before) * line) if lines_before else 0
+    # Read backwards from its end, the haystack is whole lines; only its first line is cut.
+    haystack = np.tile(frame.noise, _lines(room, line))[_lines(room, line) * line - room :]
+    parts = [frame.before, haystack[:split], frame.needle, haystack[split:], frame.suffix, frame.answer]
+    ids = np.concatenate(parts)
+    labels = np.full(len(ids), IGNORE, dtype=np.int64)
+    labels[length:] = frame.answer
+    if label_needle:
+        start = len(frame.before) + split
+        second = start + np.flatnonzero(frame.mention == 2)
+        labels[second] = ids[second]
+    return ids, labels
+
+
+def _draw_key(generator: np.random.Generator, digits: int) -> str:
+    return "".join(str(digit) for digit in draw_integers(generator, 10, (digits,)))
+
+
+def passkey_sequence(
+    generator: np.random.Generator,
+    tokenizer: TextEncoder | PieceEncoder,
+    length: int,
+    digits: int = 5,
+    form: str = "statex",
+    label_needle: bool = False,
+) -> tuple[Ints, Ints]:
+    """Return (input_ids, labels), int64 [length] each: one training sequence, the answer included.
+
+    The needle stands after a uniformly drawn number of noise lines. Labelled are the tokens of the answer and, with
+    `label_needle`, of the key's second mention inside the needle, which a model can already copy from the first.
+    """
+    _check_options(form, digits)
+    encode = tokenizer if isinstance(tokenizer, PieceEncoder) else PieceEncoder(tokenizer)
+    frame = _frame(encode, _draw_key(generator, digits), form)
+    prompt = length - len(frame.answer)
+    lines = _lines(frame.room(prompt), len(frame.noise))
+    return _assemble(frame, prompt, int(draw_integers(generator, lines + 1, ())[()]), label_needle)
+
+
+class _Bytes:
+    """The byte tokenizer's encoding, without the tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+        return list(text.encode())
+
+
+def passkey_byte_batch(
+    generator: np.random.Generator,
+    rows: int,
+    length: int,
+    digits: int = 5,
+    form: str = "statex",
+    label_needle: bool = False,
+) -> tuple[Ints, Ints]:
+    """Return (input_ids, labels), both int64 [rows, length]: `passkey_sequence` over bytes, row by row at once."""
+    _check_options(form, digits)
+    if rows < 1:
+        raise UserError(f"passkey: rows must be at least 1, got {rows}")
+    # Bytes above 127 cannot occur in the text, so they mark where each digit of the key belongs.
+    marks = np.arange(digits, dtype=np.int64) + 128
+    blank = _frame(PieceEncoder(_Bytes()), "0" * digits, form)
+    needle = blank.needle.copy()
+    for mention in (1, 2):
+        needle[blank.mention == mention] = marks
+    frame = _Frame(blank.before, needle, blank.mention, blank.suffix, marks, blank.noise)
+    lines = _lines(frame.room(length - digits), len(frame.noise))
+    lines_before = draw_integers(generator, lines + 1, (rows,))
+    keys = draw_integers(generator, 10, (rows, digits)) + ord("0")
+
+    used, which = np.unique(lines_before, return_inverse=True)
+    templates = [_assemble(frame, length - digits, int(count), label_needle) for count in used]
+    ids = np.stack([template for template, _ in templates])[which]
+    scored = np.stack([labels != IGNORE for _, labels in templates])[which]
+    row, column = np.nonzero(ids >= 128)
+    ids[row, column] = keys[row, ids[row, column] - 128]
+    return ids, np.where(scored, ids, IGNORE)
+
+
+@dataclass(frozen=True)
+class Passkey:
+    """The evaluation task: cells ``{"length", "depth"}``, one key per sample.
+
+    A prompt has exactly `length` tokens, the needle and the question included and the answer excluded. `depths` are
+    shares of the noise lines before the needle, in [0, 1]; `digits` independent digits make a key.
+    """
+
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    digits: int = 5
+    form: str = "statex"
+
+    name: ClassVar[str] = "passkey"
+
+    def __post_init__(self) -> None:
+        """Check the options before anything runs."""
+        _check_options(self.form, self.digits)
+        if not self.depths:
+            raise UserError("passkey: give at least one depth")
+        for depth in self.depths:
+            _check_depth(depth)
+
+    def cells(self, lengths: Sequence[int]) -> list[dict[str, int | float]]:
+        """Return the cells to run: every length at every depth."""
+        return [{"length": length, "depth": float(depth)} for length in lengths for depth in self.depths]
+
+    def answers_per_sample(self, cell: Cell) -> int:
+        """Return how many answers a sequence of `cell` holds."""
+        return 1
+
+    def sample(self, encode: PieceEncoder, cell: Cell, index: int, seed: int) -> Sample:
+        """Return sample `index` of `cell`; the same bytes for the same arguments on every platform."""
+        generator = sample_generator(seed, self.name, cell, index)
+        frame = _frame(encode, _draw_key(generator, self.digits), self.form)
+        length = int(cell["length"])
+        lines = _lines(frame.room(length), len(frame.noise))
+        # Half-way cases go up, as in school: Python's round() would send them to the even neighbour.
+        return Sample(*_assemble(frame, length, int(float(cell["depth"]) * lines + 0.5), label_needle=False))

@@ -1,0 +1,1 @@
+"""Post-training: recipes, streamed data, interventions on the initial state, and the training loop."""

@@ -1,0 +1,82 @@
+"""AdamW with one learning rate for what surgery touched and one for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longrecall.training.recipe import OptimizerRecipe
+
+NO_DECAY = ("norm.weight", "bias", "A_log", ".D", "mixing", "conv.weight", "embeddings.weight")
+"""Ends of names without weight decay: scales, offsets, time constants, filters of four taps, and the embedding."""
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that share a peak learning rate and a weight decay."""
+
+    name: str
+    names: tuple[str, ...]
+    learning_rate: float
+    weight_decay: float
+
+
+def touched_names(surgery: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+    """Return the tensors that any record of surgery.json says it touched."""
+    return frozenset(name for record in surgery for name in record.get("touched", ()))
+
+
+def parameter_groups(
+    names: Sequence[str], touched: frozenset[str], recipe: OptimizerRecipe
+) -> tuple[ParameterGroup, ...]:
+    """Return the non-empty groups, in a fixed order; every name is in exactly one."""
+    groups = []
+    for is_touched, label, rate in ((False, "kept", recipe.learning_rate), (True, "touched", recipe.touched_rate)):
+        for decays in (True, False):
+            members = tuple(n for n in names if (n in touched) is is_touched and (not n.endswith(NO_DECAY)) is decays)
+            if members:
+                name = label if decays else f"{label}, no decay"
+                groups.append(ParameterGroup(name, members, rate, recipe.weight_decay if decays else 0.0))
+    return tuple(groups)
+
+
+def make_optimizer(model: nn.Module, groups: Sequence[ParameterGroup], recipe: OptimizerRecipe) -> torch.optim.AdamW:
+    """Return AdamW over the trainable parameters of `model` (names as in a checkpoint)."""
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return torch.optim.AdamW(
+        [
+            {
+                "params": [parameters[name] for name in group.names],
+                "lr": group.learning_rate,
+                "weight_decay": group.weight_decay,
+                "name": group.name,
+            }
+            for group in groups
+        ],
+        betas=recipe.betas,
+        eps=recipe.epsilon,
+        # One call for all parameters: a small model has many tiny tensors, and looping over them would cost more.
+        fused=True,
+    )
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return AdamW's state as ``{parameter}#{entry}`` -> tensor on the CPU."""
+    return {
+        f"{name}#{key}": value.detach().cpu().contiguous().clone()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `optimizer_tensors` returned; the entries go to the device of their parameter."""
+    parameters = dict(model.named_parameters())
+    for full, value in tensors.items():
+        name, _, key = full.partition("#")
+        parameter = parameters[name]
+        optimizer.state[parameter][key] = value.to(parameter.device)

@@ -1,0 +1,252 @@
+"""A training run as data: one YAML file, checked whole before anything heavy starts."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from longrecall.errors import UserError
+from longrecall.training.recipe_sources import SOURCES, AnySource, one_of, positive, share
+from longrecall.training.strict_yaml import Tagged, apply_override, build, read_yaml
+from longrecall.units import parse_length
+
+Length = Annotated[int, parse_length]
+"""Tokens: 512, 4k, 1m."""
+
+MAX_CONTEXT = 1 << 24
+"""Tokens of the longest context that is taken as meant (16m)."""
+
+
+@dataclass(frozen=True)
+class ModelRecipe:
+    """Where the run starts from."""
+
+    checkpoint: str
+    """Folder (or hub id) of the checkpoint, in any format that longrecall reads."""
+    dtype: str = "float32"
+    """Type of the weights while they train; float32 keeps master weights under bf16 or fp16 autocast."""
+
+    def __post_init__(self) -> None:
+        one_of("dtype", self.dtype, ("float32", "bfloat16", "float16"))
+
+
+@dataclass(frozen=True)
+class DataRecipe:
+    """The stream of training sequences."""
+
+    sources: tuple[Annotated[AnySource, Tagged(SOURCES)], ...]
+    """Where sequences come from; each sequence is drawn from one of them by weight."""
+    context_length: Length = 512
+    """Tokens of a sequence; 4k = 4096."""
+    seed: int = 0
+    """Of the order of the documents, of the mixture and of generated tasks."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise UserError("sources is empty; name at least one")
+        if not 2 <= self.context_length <= MAX_CONTEXT:
+            raise UserError(f"context_length must be between 2 and {MAX_CONTEXT} tokens, got {self.context_length}")
+        if self.seed < 0:
+            raise UserError(f"seed must be 0 or more, got {self.seed}")
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: float = 1e-3
+    """Peak, of everything that surgery did not touch."""
+    touched: str | float = "1x"
+    """Peak of what surgery touched (surgery.json): a multiple of learning_rate like 10x, or a rate like 0.01."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decays of AdamW's two moments."""
+    epsilon: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.1
+    """Decoupled; only matrices have it, not norms, biases, convolutions, embeddings, A_log, D, dt_bias, mixing."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 = no clipping."""
+    warmup: float = 0.05
+    """Linear warm-up: below 1 a share of the steps, else a number of steps."""
+    schedule: str = "cosine"
+    """From peak to minimum: cosine, linear or constant."""
+    hold: float = 0.0
+    """The peak is kept until this share of the steps; linear with hold 0.8 is warm-up, stable, decay."""
+    minimum: float = 0.0
+    """What the schedule ends at, as a share of the peak."""
+
+    def __post_init__(self) -> None:
+        positive(self, "learning_rate", "epsilon")
+        share(self, "hold", "minimum")
+        one_of("schedule", self.schedule, ("cosine", "linear", "constant"))
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise UserError(f"betas must lie in [0, 1), got {list(self.betas)}")
+        for name in ("weight_decay", "clip", "warmup"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise UserError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if not self.touched_rate > 0 or not math.isfinite(self.touched_rate):
+            raise UserError(f"touched must be above 0, got {self.touched}")
+
+    @property
+    def touched_rate(self) -> float:
+        """Peak learning rate of what surgery touched."""
+        text = str(self.touched).strip()
+        try:
+            return self.learning_rate * float(text[:-1]) if text.lower().endswith("x") else float(text)
+        except ValueError:
+            raise UserError(f'touched "{text}" is neither a multiple like 10x nor a learning rate like 0.01') from None
+
+
+@dataclass(frozen=True)
+class ZeroState:
+    """Every sequence starts from the zero state."""
+
+    kind: ClassVar[str] = "zero"
+
+
+@dataclass(frozen=True)
+class StatePassingRecipe:
+    """A sequence starts from the final state of the same row of the previous, unrelated batch."""
+
+    kind: ClassVar[str] = "state_passing"
+
+    probability: float = 1.0
+    """With which each sequence gets that state; otherwise it starts from zero."""
+    convolution: bool = True
+    """Pass the state of the short convolutions too."""
+    clip_norm: float | None = None
+    """Largest Frobenius norm of a passed recurrent state, per sequence, layer and head; none = as it is."""
+
+    def __post_init__(self) -> None:
+        share(self, "probability")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UserError(f"clip_norm must be above 0, got {self.clip_norm}")
+
+
+AnyInitialState = ZeroState | StatePassingRecipe
+INITIAL_STATES: dict[str, type] = {state.kind: state for state in (ZeroState, StatePassingRecipe)}
+
+
+@dataclass(frozen=True)
+class HandoverRecipe:
+    """When the output of handover layers moves from the old path to the new one; no such layers, no effect."""
+
+    start: float = 0.0
+    """Share of the steps at which it begins."""
+    end: float = 0.5
+    """Share of the steps from which on only the new path counts."""
+
+    def __post_init__(self) -> None:
+        share(self, "start", "end")
+        if self.start >= self.end:
+            raise UserError(f"start ({self.start}) must be below end ({self.end})")
+
+
+@dataclass(frozen=True)
+class RunRecipe:
+    """How long, how large, where to."""
+
+    output: str
+    """Folder for checkpoints and logs."""
+    steps: int | None = None
+    """Optimizer steps; give this or tokens."""
+    tokens: Length | None = None
+    """Tokens to train on, rounded up to whole steps; 1m = 1048576."""
+    batch_size: int = 32
+    """Sequences of one forward pass of one process."""
+    gradient_accumulation: int = 1
+    """Forward passes in one step."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    seed: int = 0
+    """Of everything that is random outside the data."""
+    save_every: int = 0
+    """Steps between resumable checkpoints; 0 = only at the end."""
+    keep: int = 2
+    """Resumable checkpoints that are kept, the newest ones."""
+    log_every: int = 10
+    """Steps between lines of the log."""
+    precision: str = "fp32"
+    """fp32, or bf16 / fp16 autocast."""
+    threads: int | None = None
+    """CPU threads of torch; none = torch's choice."""
+    report_to: str = "auto"
+    """auto (TensorBoard when installed), none, tensorboard or wandb."""
+
+    def __post_init__(self) -> None:
+        positive(self, "batch_size", "gradient_accumulation", "keep", "log_every")
+        one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
+        one_of("report_to", self.report_to, ("auto", "none", "tensorboard", "wandb"))
+        if not self.output.strip():
+            raise UserError("output is empty; name a folder")
+        if (self.steps is None) == (self.tokens is None):
+            raise UserError("give either steps or tokens")
+        if self.steps is not None:
+            positive(self, "steps")
+        if self.threads is not None:
+            positive(self, "threads")
+        if self.save_every < 0 or not 0 <= self.seed < 2**32:
+            raise UserError(f"save_every ({self.save_every}) must be 0 or more, seed ({self.seed}) in 0..2**32-1")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides a training run."""
+
+    model: ModelRecipe
+    data: DataRecipe
+    run: RunRecipe
+    optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
+    initial_state: Annotated[AnyInitialState, Tagged(INITIAL_STATES)] = field(default_factory=ZeroState)
+    handover: HandoverRecipe = field(default_factory=HandoverRecipe)
+
+    def __post_init__(self) -> None:
+        if self.model.dtype == "float16":
+            raise UserError(
+                "model.dtype float16 cannot be trained (updates underflow); use float32, run.precision fp16"
+            )
+        if self.model.dtype == "bfloat16" and self.run.precision == "fp16":
+            raise UserError("model.dtype bfloat16 and run.precision fp16 do not go together; use bf16 or float32")
+
+        if self.run.steps is not None and self.optimizer.warmup > self.run.steps:
+            warmup = f"{self.optimizer.warmup:g} steps"
+            raise UserError(f"optimizer.warmup ({warmup}) is longer than run.steps ({self.run.steps})")
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+        """Checked construction from plain data with ``a.b=value`` overrides on top; `data` is not changed."""
+        data = copy.deepcopy(data)
+        for override in overrides:
+            apply_override(data, override)
+        recipe: Recipe = build(cls, data)
+        return recipe
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+        """Read a YAML recipe; UserError with the dotted path of what is wrong. Its paths start where you stand."""
+        return cls.from_dict(read_yaml(path), overrides)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that `from_dict` reads back, every default written out."""
+        plain: dict[str, Any] = _plain(self)
+        return plain
+
+    def tokens_per_step(self, processes: int = 1) -> int:
+        """Tokens of one optimizer step of all processes."""
+        return self.run.batch_size * self.run.gradient_accumulation * self.data.context_length * processes
+
+    def steps(self, processes: int = 1) -> int:
+        """Optimizer steps of the whole run."""
+        return self.run.steps or math.ceil((self.run.tokens or 0) / self.tokens_per_step(processes))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kind = {"kind": value.kind} if hasattr(value, "kind") else {}
+        return kind | {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value

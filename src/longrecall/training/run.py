@@ -1,0 +1,368 @@
+"""run_recipe: from a checked recipe to a trained checkpoint, or to a table that says what would happen."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, TrainerCallback, TrainingArguments
+
+from longrecall.errors import UserError
+from longrecall.models.byte_tokenizer import VOCABULARY, byte_tokenizer
+from longrecall.models.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint
+from longrecall.models.loading import materialise, parse_dtype
+from longrecall.surgery.handover import finish_checkpoint, handover_layers
+from longrecall.training.checkpoints import STEPS_FOLDER, SavedRun, disk_errors, find_saved_runs, write_model
+from longrecall.training.data import BatchStream
+from longrecall.training.initial_states import make_initial_state
+from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch, write_result
+from longrecall.training.optimizer import ParameterGroup, parameter_groups, touched_names
+from longrecall.training.recipe import Recipe
+from longrecall.training.trainer import Job, RecurrentTrainer, RunCallback
+
+FINAL_FOLDER = "final"
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """Parameters with one learning rate and weight decay."""
+
+    name: str
+    tensors: int
+    parameters: int
+    learning_rate: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class TrainingSummary:
+    """What a run did, or with `dry_run` would do."""
+
+    output: str
+    checkpoint: str
+    """The trained checkpoint (of a dry run: where it would go)."""
+    dry_run: bool
+    steps: int
+    tokens: int
+    processes: int
+    groups: tuple[GroupSummary, ...]
+    batch_shapes: dict[str, tuple[int, ...]]
+    labels_in_batch: int
+    """Positions of the first batch that have a loss."""
+    resumed_from: int = 0
+    """Steps that an earlier run had done already."""
+    first_loss: float | None = None
+    last_loss: float | None = None
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def table(self) -> str:
+        """Lines for people."""
+        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.batch_shapes.items())
+        lines = [
+            f"steps            {self.steps:,} on {self.processes} process{'es' if self.processes > 1 else ''}",
+            f"tokens           {self.tokens:,}",
+            f"first batch      {shapes}; {self.labels_in_batch:,} labels",
+            f"output           {self.checkpoint}",
+            "",
+            f"{'parameters':<20}{'tensors':>8}{'numbers':>14}{'peak rate':>12}{'decay':>8}",
+        ]
+        lines += [
+            f"{group.name:<20}{group.tensors:>8}{group.parameters:>14,}{group.learning_rate:>12.3g}{group.weight_decay:>8g}"
+            for group in self.groups
+        ]
+        if self.last_loss is not None:
+            lines += ["", f"loss {self.first_loss:.4f} -> {self.last_loss:.4f} in {self.seconds:.0f} s"]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The processes of this run, from the Trainer's arguments."""
+
+    rank: int
+    world: int
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def wait(self) -> None:
+        if self.world > 1:
+            torch.distributed.barrier()
+
+
+def run_recipe(
+    recipe: Recipe, resume: bool = False, dry_run: bool = False, show_progress: bool = True
+) -> TrainingSummary:
+    """Train as the recipe says; under torchrun every process calls this.
+
+    Args:
+        recipe: see `longrecall.training.recipe`.
+        resume: continue the newest complete checkpoint in the output folder, exactly; without one, begin.
+        dry_run: check everything, draw the first batch, read no weights and write nothing.
+        show_progress: a bar on stderr.
+
+    Returns:
+        What was done. The trained checkpoint is ``<output>/final``, without handover layers.
+
+    Raises:
+        UserError: bad data, checkpoint or output; a loss that is NaN or infinite; no space left while saving (earlier
+            checkpoints stay); a resume with another recipe or another number of processes.
+    """
+    with _threads(recipe.run.threads):
+        source = open_checkpoint(recipe.model.checkpoint)
+        tokenizer = load_tokenizer(source)
+        output = Path(recipe.run.output).expanduser()
+        if dry_run:
+            stream = BatchStream(recipe.data, tokenizer, recipe.run.batch_size)
+            return _summary(recipe, source, _Place(0, 1), stream, dry_run=True)
+        arguments = _arguments(recipe, output)
+        place = _Place(arguments.process_index, arguments.world_size)
+        saved = _prepare_output(output, resume, place)
+        if saved is not None:
+            saved.check(recipe.to_dict(), place.world)
+        stream = BatchStream(recipe.data, tokenizer, recipe.run.batch_size, place.rank, place.world)
+        summary = _summary(recipe, source, place, stream, dry_run=False)
+        job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress)
+        clock = Stopwatch()
+        if saved is None or saved.step < job.steps:
+            _train(job, arguments)
+        return _finish(job, summary, clock.seconds())
+
+
+def load_tokenizer(source: Checkpoint) -> Any:
+    """Return the checkpoint's tokenizer; without files and with the byte vocabulary, the embedded one.
+
+    Raises:
+        UserError: there is none, it cannot be read, or it has more tokens than the model.
+    """
+    names = [path.name for path in source.companion_files()]
+    if any(name.startswith("tokenizer") or name == "vocab.json" for name in names):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(source.path))
+        except Exception as error:  # transformers raises many unrelated types on a bad tokenizer folder
+            reason = " ".join(str(error).split())
+            raise UserError(f"the tokenizer in {source.path} cannot be read: {reason}") from None
+    elif source.config.vocab_size == VOCABULARY:
+        tokenizer = byte_tokenizer()
+    else:
+        raise UserError(f"{source.path} has no tokenizer files; put tokenizer.json and tokenizer_config.json there")
+    if len(tokenizer) > source.config.vocab_size:
+        raise UserError(
+            f"the tokenizer in {source.path} has {len(tokenizer)} tokens, but the model only {source.config.vocab_size}"
+        )
+    return tokenizer
+
+
+def _arguments(recipe: Recipe, output: Path) -> TrainingArguments:
+    """Trainer's settings: what it may do itself, and that logs and checkpoints are ours."""
+    run = recipe.run
+    report_to = run.report_to
+    if report_to == "auto":
+        report_to = "tensorboard" if importlib.util.find_spec("tensorboard") else "none"
+    elif report_to != "none" and not importlib.util.find_spec(report_to):
+        raise UserError(f"run.report_to is {report_to}, which is not installed; install it, or set run.report_to=none")
+    if run.precision == "fp16" and not torch.cuda.is_available():
+        raise UserError("run.precision fp16 needs a GPU; use fp32, or bf16")
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        max_steps=1,
+        per_device_train_batch_size=run.batch_size,
+        gradient_accumulation_steps=run.gradient_accumulation,
+        max_grad_norm=recipe.optimizer.clip,
+        learning_rate=recipe.optimizer.learning_rate,
+        bf16=run.precision == "bf16",
+        fp16=run.precision == "fp16",
+        seed=run.seed,
+        report_to=[] if report_to in ("none", "tensorboard") else [report_to],
+        run_name=output.name,
+        use_cpu=not torch.cuda.is_available(),
+        logging_strategy="no",
+        save_strategy="no",
+        eval_strategy="no",
+        logging_nan_inf_filter=False,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
+    )
+    arguments.max_steps = recipe.steps(arguments.world_size)
+    # One process drives one device: with several visible GPUs Trainer would split batches and lose the states.
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    return arguments
+
+
+def _prepare_output(output: Path, resume: bool, place: _Place) -> SavedRun | None:
+    """Return where to continue; make the folder, refuse one that cannot be written or holds another run."""
+    saved = find_saved_runs(output) if resume else []
+    if place.first:
+        ours = [name for name in (STEPS_FOLDER, FINAL_FOLDER, LOG_FILE, RESULT_FILE) if (output / name).exists()]
+        if ours and not resume:
+            raise UserError(f"{output} holds a run already ({ours[0]}); continue it with --resume or set run.output")
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            probe = output / ".write-test"
+            probe.write_bytes(b"0")
+            probe.unlink()
+            steps = output / STEPS_FOLDER
+            for leftover in steps.glob(".step-*.partial*") if steps.is_dir() else []:
+                shutil.rmtree(leftover, ignore_errors=True)
+        except OSError as error:
+            raise UserError(f"run.output {output} cannot be written: {error.strerror or error}") from None
+    place.wait()
+    return saved[-1] if saved else None
+
+
+def _job(
+    recipe: Recipe,
+    arguments: TrainingArguments,
+    output: Path,
+    source: Checkpoint,
+    tokenizer: Any,
+    stream: BatchStream,
+    place: _Place,
+    saved: SavedRun | None,
+    show_progress: bool,
+) -> Job:
+    weights = open_checkpoint(saved.folder) if saved is not None else source
+    model = materialise(weights, parse_dtype(recipe.model.dtype), arguments.device)
+    model.config.context_length = recipe.data.context_length
+    if recipe.run.gradient_checkpointing:
+        # 5.23 renamed it; 5.17 knows only the old name.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return Job(
+        recipe=recipe,
+        steps=recipe.steps(place.world),
+        output=output,
+        model=model,
+        source=source,
+        tokenizer=tokenizer,
+        stream=stream,
+        initial=make_initial_state(recipe.initial_state, model, recipe.run.seed, place.rank),
+        groups=parameter_groups(names, touched_names(source.surgery), recipe.optimizer),
+        log=RunLog(output / LOG_FILE, saved.step if saved is not None else 0, place.first),
+        processes=place,
+        saved=saved,
+        show_progress=show_progress,
+    )
+
+
+def _train(job: Job, arguments: TrainingArguments) -> None:
+    around = RunCallback(job)
+    callbacks: list[TrainerCallback] = [around]
+    if job.recipe.run.report_to in ("auto", "tensorboard") and job.processes.first:
+        callbacks += _tensorboard(job.output)
+    trainer = RecurrentTrainer(job, arguments, callbacks)
+    around.attach(trainer)
+    try:
+        trainer.train()
+    finally:
+        around.close()
+
+
+def _tensorboard(output: Path) -> list[TrainerCallback]:
+    """TensorBoard's callback with its files in the output folder; nothing when it is not installed."""
+    if not importlib.util.find_spec("tensorboard"):
+        return []
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers.integrations.integration_utils import TensorBoardCallback
+
+    with warnings.catch_warnings():
+        # TensorBoard's own protobuf code warns about itself.
+        warnings.simplefilter("ignore")
+        return [TensorBoardCallback(SummaryWriter(log_dir=str(output / "tensorboard")))]
+
+
+def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSummary:
+    """Write the final checkpoint and training.json; return the completed summary."""
+    final, rows = job.output / FINAL_FOLDER, job.log.rows
+    job.set_handover(job.steps)
+    done = TrainingSummary(
+        **{
+            **{key: getattr(summary, key) for key in summary.__dataclass_fields__},
+            "resumed_from": job.saved.step if job.saved is not None else 0,
+            "first_loss": rows[0]["loss"] if rows else None,
+            "last_loss": rows[-1]["loss"] if rows else None,
+            "seconds": round(seconds, 3),
+        }
+    )
+    if job.processes.first:
+        handover = bool(handover_layers(job.model.config))
+        with disk_errors("the final checkpoint", job.watch.last_good):
+            if handover:
+                finish_checkpoint(find_saved_runs(job.output)[-1].folder, final, overwrite=True)
+            else:
+                with CheckpointWriter(final, force=True) as writer:
+                    write_model(writer, job.model, job.source, job.tokenizer)
+        trained = open_checkpoint(final)
+        body = {
+            "checkpoint": {
+                "path": str(final),
+                "fingerprint": (materialise(trained) if handover else job.model).fingerprint(),
+                "parameters": sum(math.prod(shape) for shape in trained.config.tensor_shapes().values()),
+                "state_size": trained.config.state_size(),
+                "surgery": trained.surgery,
+            },
+            "source": {"path": str(job.source.path), "sha256": job.source.sha256()},
+            "recipe": job.recipe.to_dict(),
+            "log": rows,
+            "summary": done.to_dict(),
+        }
+        write_result(job.output / RESULT_FILE, body)
+    job.processes.wait()
+    return done
+
+
+def _summary(
+    recipe: Recipe, source: Checkpoint, place: _Place, stream: BatchStream, *, dry_run: bool
+) -> TrainingSummary:
+    shapes = source.config.tensor_shapes()
+    names = [name for name in shapes if not name.endswith(".progress")]
+    groups = parameter_groups(names, touched_names(source.surgery), recipe.optimizer)
+    before = stream.position()
+    batch = stream.next_batch()
+    stream.restore(before)
+    steps = recipe.steps(place.world)
+    return TrainingSummary(
+        output=recipe.run.output,
+        checkpoint=str(Path(recipe.run.output) / FINAL_FOLDER),
+        dry_run=dry_run,
+        steps=steps,
+        tokens=steps * recipe.tokens_per_step(place.world),
+        processes=place.world,
+        groups=tuple(_group(group, shapes) for group in groups),
+        batch_shapes={name: tuple(batch[name].shape) for name in ("input_ids", "labels")},
+        labels_in_batch=int((batch["labels"][:, 1:] != -100).sum()),
+    )
+
+
+def _group(group: ParameterGroup, shapes: dict[str, tuple[int, ...]]) -> GroupSummary:
+    numbers = sum(math.prod(shapes[name]) for name in group.names)
+    return GroupSummary(group.name, len(group.names), numbers, group.learning_rate, group.weight_decay)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Use so many CPU threads inside the block."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

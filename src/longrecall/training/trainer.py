@@ -1,0 +1,335 @@
+"""The training loop: transformers' Trainer, with state as a value, exact resume and token-weighted losses.
+
+The Trainer drives (accumulation, autocast, clipping, data parallelism, reporting); what it would do in its own way is
+ours: the data (one stream per process, positioned exactly), the loss (every label of a step counts the same, whatever
+micro-batch and process it is in), the initial states, the logs and the checkpoints (no pickle, whole or absent).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from longrecall.layers.handover import Handover
+from longrecall.models.checkpoint import Checkpoint, CheckpointWriter
+from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.training.checkpoints import (
+    Processes,
+    ProcessState,
+    SavedRun,
+    disk_errors,
+    drop_old,
+    random_tensors,
+    restore_random,
+    write_model,
+    write_step,
+)
+from longrecall.training.data import Batch, BatchStream
+from longrecall.training.initial_states import InitialState
+from longrecall.training.logs import Bar, RunLog, Stopwatch
+from longrecall.training.optimizer import ParameterGroup, make_optimizer, optimizer_tensors, restore_optimizer
+from longrecall.training.recipe import Recipe
+from longrecall.training.schedule import handover_progress, rate_factor
+from longrecall.training.watch import FiniteWatch, describe_place
+
+CARRIED = "initial_state."
+
+
+@dataclass
+class Job:
+    """Everything a training loop works with."""
+
+    recipe: Recipe
+    steps: int
+    output: Path
+    model: RecurrentLM
+    source: Checkpoint
+    """What the run started from: its surgery records and tokenizer files travel on."""
+    tokenizer: Any
+    stream: BatchStream
+    initial: InitialState
+    groups: tuple[ParameterGroup, ...]
+    log: RunLog
+    processes: Processes
+    saved: SavedRun | None = None
+    """Where to continue."""
+    show_progress: bool = True
+    watch: FiniteWatch = field(default_factory=FiniteWatch)
+
+    def __post_init__(self) -> None:
+        self.handovers = [module for module in self.model.modules() if isinstance(module, Handover)]
+        if self.saved is not None:
+            self.watch.last_good = str(self.saved.folder)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step of all processes."""
+        return self.recipe.tokens_per_step(self.processes.world)
+
+    def set_handover(self, step: int) -> float:
+        """Set the handover layers to where they stand in 0-based `step`; return their progress."""
+        progress = handover_progress(step, self.steps, self.recipe.handover)
+        for layer in self.handovers:
+            layer.progress.fill_(progress)
+        return progress
+
+
+class RecurrentTrainer(Trainer):
+    """Trainer whose batches start from the state that an intervention chooses."""
+
+    def __init__(self, job: Job, arguments: TrainingArguments, callbacks: list[TrainerCallback]) -> None:
+        had_use_cache = "use_cache" in job.model.config.__dict__
+        super().__init__(model=job.model, args=arguments, callbacks=callbacks)
+        # Trainer writes use_cache=False into the config, which would be saved and switch off the state in generate().
+        if not had_use_cache:
+            job.model.config.__dict__.pop("use_cache", None)
+        self.remove_callback(PrinterCallback)
+        # Our loss is scaled here; Trainer must neither count labels nor divide.
+        self.model_accepts_loss_kwargs = False
+        self.job = job
+        self.loss_sum = torch.zeros(())
+        """Sum of the losses of the steps since the last log line."""
+        self.gradient_norm: Tensor | None = None
+        self._place = ""
+
+    def get_train_dataloader(self) -> DataLoader[Batch]:
+        """The process's own stream; Accelerate would shard or move it a second time."""
+        # A generator of its own: DataLoader would otherwise draw from the global one when it starts.
+        keep: Any = _as_it_is
+        return DataLoader(self.job.stream, batch_size=None, collate_fn=keep, generator=torch.Generator())
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """AdamW with the groups of the recipe."""
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(self.job.model, self.job.groups, self.job.recipe.optimizer)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The learning rate as a function of the step."""
+        if self.lr_scheduler is None:
+            job = self.job
+            self.lr_scheduler = LambdaLR(
+                optimizer or self.active_optimizer, lambda step: rate_factor(step, job.steps, job.recipe.optimizer)
+            )
+        return self.lr_scheduler
+
+    @property
+    def active_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, once training has begun."""
+        if self.optimizer is None:
+            raise RuntimeError("the optimizer is made when training begins")
+        return self.optimizer
+
+    @property
+    def active_scheduler(self) -> LambdaLR:
+        """The scheduler, once training has begun."""
+        if self.lr_scheduler is None:
+            raise RuntimeError("the scheduler is made when training begins")
+        return self.lr_scheduler
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: Any) -> Any:
+        """Return the micro-batches of one step and the number of their labels, over all processes."""
+        batches = [next(epoch_iterator) for _ in range(num_batches)]
+        labels = torch.stack([label_count(batch["labels"]) for batch in batches]).sum().to(device)
+        if self.job.processes.world > 1:
+            labels = self.accelerator.reduce(labels, "sum")
+        return batches, labels
+
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of one micro-batch; returns its share of the loss of the step."""
+        job = self.job
+        if not model.training:
+            model.train()
+        origin = inputs.pop("origin")
+        step = self.state.global_step + 1
+        rows = len(origin)
+        self._place = describe_place(origin, inputs.pop("first"), job.processes.rank)
+        batch = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            out = model(
+                input_ids=batch["input_ids"],
+                labels=batch["labels"],
+                past_key_values=job.initial.before_batch(rows),
+            )
+        job.initial.after_batch(out.past_key_values)
+        job.watch.see("loss", step, self._place, out.loss)
+        # The model returns a mean over the labels of this micro-batch; data parallelism averages over the processes.
+        share = label_count(batch["labels"]) * job.processes.world / num_items_in_batch.clamp(min=1)
+        loss: Tensor = out.loss * share
+        self.accelerator.backward(loss)
+        self.loss_sum += loss.detach()
+        return loss.detach()
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Keep the norm (before clipping) for the log and for the watch."""
+        parent: Any = super()
+        norm = parent._get_grad_norm(model, grad_norm=grad_norm)
+        self.gradient_norm = torch.as_tensor(norm).detach()
+        # Under fp16 an overflow is expected now and then: the scaler skips that step.
+        if self.job.recipe.run.precision != "fp16":
+            self.job.watch.see("gradient norm", self.state.global_step + 1, self._place, self.gradient_norm)
+        return norm
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted: Trainer would walk through the modules of the model in every step."""
+        return 0
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def label_count(labels: Tensor) -> Tensor:
+    """Return how many positions of labels ``[B, T]`` have a loss; the first of a row is predicted by nothing."""
+    return (labels[:, 1:] != -100).sum()
+
+
+class RunCallback(TrainerCallback):
+    """What happens around the steps: resume, handover, log, checkpoints."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._trainer: RecurrentTrainer | None = None
+        self._clock = Stopwatch()
+        self._bar: Bar | None = None
+        self._logged_step = 0
+
+    def attach(self, trainer: RecurrentTrainer) -> None:
+        """Name the trainer whose steps these are."""
+        self._trainer = trainer
+
+    @property
+    def trainer(self) -> RecurrentTrainer:
+        """The trainer."""
+        if self._trainer is None:
+            raise RuntimeError("attach comes before training")
+        return self._trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Continue from the saved run, if there is one."""
+        job, trainer = self._job, self.trainer
+        trainer.loss_sum = trainer.loss_sum.to(args.device)
+        if job.saved is not None:
+            state.global_step = job.saved.step
+            self._restore(job.saved)
+        enabled = job.show_progress and job.processes.first
+        self._bar = Bar(job.steps, state.global_step, job.tokens_per_step, enabled)
+        self._clock = Stopwatch()
+
+    def _restore(self, saved: SavedRun) -> None:
+        job, trainer = self._job, self.trainer
+        restore_optimizer(job.model, trainer.active_optimizer, saved.optimizer())
+        trainer.active_scheduler.load_state_dict(saved.state["scheduler"])
+        rates = saved.state["scheduler"]["_last_lr"]
+        for group, rate in zip(trainer.active_optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        if trainer.accelerator.scaler is not None and saved.state["scaler"]:
+            trainer.accelerator.scaler.load_state_dict(saved.state["scaler"])
+        own = saved.process(job.processes.rank)
+        job.stream.restore(own.data["position"])
+        carried = {name.removeprefix(CARRIED): t for name, t in own.tensors.items() if name.startswith(CARRIED)}
+        job.initial.load_state_dict(carried)
+        trainer.loss_sum = own.tensors["loss_sum"].to(trainer.loss_sum.device)
+        self._logged_step = int(own.data["logged_step"])
+        restore_random(own.tensors)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Move the handover on."""
+        self._job.set_handover(state.global_step)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Log and save when it is time."""
+        job, step = self._job, state.global_step
+        self._clock.count(job.tokens_per_step)
+        if self._bar is not None:
+            self._bar.step()
+        progress = job.set_handover(step)
+        last = step >= job.steps
+        if step % job.recipe.run.log_every == 0 or last:
+            self._log(step, progress)
+        if last or (job.recipe.run.save_every and step % job.recipe.run.save_every == 0):
+            self._save(step)
+
+    def _log(self, step: int, progress: float) -> None:
+        job, trainer = self._job, self.trainer
+        job.watch.check()
+        total = trainer.loss_sum
+        if job.processes.world > 1:
+            total = trainer.accelerator.reduce(total.clone(), "mean")
+        loss = float(total) / (step - self._logged_step)
+        trainer.loss_sum.zero_()
+        self._logged_step = step
+        factor = rate_factor(step - 1, job.steps, job.recipe.optimizer)
+        row = {
+            "step": step,
+            "tokens": step * job.tokens_per_step,
+            "loss": loss,
+            "learning_rate": factor * job.recipe.optimizer.learning_rate,
+            "touched_learning_rate": factor * job.recipe.optimizer.touched_rate,
+            "gradient_norm": None if trainer.gradient_norm is None else float(trainer.gradient_norm),
+            "tokens_per_second": round(self._clock.rate(), 1),
+        }
+        if job.handovers:
+            row["handover"] = progress
+        if job.processes.first:
+            job.log.add(row)
+            if self._bar is not None:
+                self._bar.show(loss, row["tokens_per_second"] or 0.0)
+        # For TensorBoard and W&B, under the name of a loss during training.
+        trainer.log({key: value for key, value in row.items() if value is not None and key != "step"})
+
+    def _save(self, step: int) -> None:
+        """Write a resumable checkpoint."""
+        job, trainer = self._job, self.trainer
+        job.watch.check()
+        scaler = trainer.accelerator.scaler
+        state = {
+            "schema": 1,
+            "steps": job.steps,
+            "tokens": step * job.tokens_per_step,
+            "recipe": job.recipe.to_dict(),
+            "scheduler": trainer.active_scheduler.state_dict(),
+            "scaler": scaler.state_dict() if scaler is not None else {},
+        }
+        own = ProcessState(
+            {
+                **random_tensors(),
+                **{CARRIED + name: tensor for name, tensor in job.initial.state_dict().items()},
+                "loss_sum": trainer.loss_sum,
+            },
+            {"position": job.stream.position(), "logged_step": self._logged_step},
+        )
+
+        def weights(writer: CheckpointWriter) -> None:
+            write_model(writer, job.model, job.source, job.tokenizer)
+
+        with disk_errors(f"step {step}", job.watch.last_good):
+            optimizer = optimizer_tensors(job.model, trainer.active_optimizer) if job.processes.first else None
+            folder = write_step(job.output, step, weights, optimizer, own, state, job.processes)
+        job.watch.last_good = str(folder)
+        if job.processes.first:
+            drop_old(job.output, job.recipe.run.keep)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the progress bar as it is."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the progress bar, also after an error."""
+        if self._bar is not None:
+            self._bar.close()

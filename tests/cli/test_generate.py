@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import longrecall
+from longrecall.cli import generate
+from longrecall.cli.main import main
+from longrecall.models.byte_tokenizer import byte_tokenizer
+
+TEXT = "The lighthouse keeper counted seven ships, then eleven more."
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    assert main(["generate", *map(str, words), "--json"]) == 0, capsys.readouterr().err
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return data
+
+
+@pytest.mark.parametrize("split", [1, 20, len(TEXT) - 1])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_kept_state_continues_like_the_whole_text(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], split: int, beams: int
+) -> None:
+    state = tmp_path / "state.safetensors"
+    options = ("--max-new-tokens", 12, "--beams", beams)
+    whole = answer(capsys, checkpoint, "--prompt", TEXT, *options)
+    assert len(set(whole["text"])) > 1, "a model that repeats one character would pass whatever it read"
+    read = answer(capsys, checkpoint, "--prompt", TEXT[:split], "--save-state", state)
+    assert (read["new_tokens"], read["prompt_tokens"], read["state"]) == (0, split, str(state))
+    # Twice from one file: asking changes nothing.
+    for _ in range(2):
+        rest = answer(capsys, checkpoint, "--prompt", TEXT[split:], "--load-state", state, *options)
+        assert rest["text"] == whole["text"]
+        assert rest["tokens_before"] == split
+
+
+def test_beams_agree_with_generate_on_the_whole_prompt(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, tokenizer = longrecall.load(checkpoint), byte_tokenizer()
+    ids = torch.tensor([tokenizer.encode(TEXT)])
+    wanted = model.generate(ids, num_beams=3, do_sample=False, max_new_tokens=10, eos_token_id=256, pad_token_id=257)
+    text = tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True)
+    assert answer(capsys, checkpoint, "--prompt", TEXT, "--beams", 3, "--max-new-tokens", 10)["text"] == text
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(segment=st.integers(1, 70), length=st.integers(0, 60))
+def test_segments_do_not_show_in_the_state(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, segment: int, length: int
+) -> None:
+    model = longrecall.load(checkpoint)
+    tokens = byte_tokenizer().encode(TEXT)[:length]
+    whole = generate.read(model, tokens, None, progress=False)
+    monkeypatch.setattr(generate, "SEGMENT", segment)
+    parts = generate.read(model, tokens, None, progress=False)
+    assert int(parts.position[0]) == len(tokens)
+    for one, other in zip(whole.layers, parts.layers, strict=True):
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            # float32 sums in another order; the values are of size 1 to 100.
+            torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-4)
+
+
+def test_sampling_follows_its_seed(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = (checkpoint, "--prompt", TEXT, "--temperature", 1.5, "--top-p", 0.95, "--max-new-tokens", 16)
+    texts = [answer(capsys, *options, "--seed", seed)["text"] for seed in (1, 1, 2, 3)]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) > 1
+
+
+def test_sampling_leaves_the_global_generator_alone(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.random.get_rng_state()
+    answer(capsys, checkpoint, "--prompt", "a", "--temperature", 1, "--max-new-tokens", 2)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_prompt_from_a_file_or_standard_input(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("naïve €", encoding="utf-8")
+    wanted = answer(capsys, checkpoint, "--prompt", "naïve €", "--max-new-tokens", 4)
+    assert answer(capsys, checkpoint, "--prompt-file", file, "--max-new-tokens", 4) == wanted
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
+    assert answer(capsys, checkpoint, "--prompt-file", "-", "--max-new-tokens", 4) == wanted
+
+
+def test_plain_output_is_the_text_alone(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = answer(capsys, checkpoint, "--prompt", TEXT, "--max-new-tokens", 6)["text"]
+    state = tmp_path / "s.safetensors"
+    words = ["generate", str(checkpoint), "--prompt", TEXT, "--max-new-tokens", "6", "--save-state", str(state)]
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert captured.out == text + "\n"
+    assert str(state) in captured.err and state.is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", ""], "prompt is empty"),
+        (["--prompt", "a", "--temperature", "0"], "--temperature"),
+        (["--prompt", "a", "--temperature", "nan"], "--temperature"),
+        (["--prompt", "a", "--top-p", "1.5"], "--top-p"),
+        (["--prompt", "a", "--beams", "0"], "--beams"),
+        (["--prompt", "a", "--seed", "-1"], "--seed"),
+        (["--prompt", "a", "--max-new-tokens", "-1"], "--max-new-tokens"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "--save-state"),
+        (["--prompt", "a", "--load-state", "missing.safetensors"], "missing.safetensors"),
+        (["--prompt-file", "missing.txt"], "missing.txt"),
+        (["--prompt", "a", "--prompt-file", "b"], "not allowed with"),
+        (["--prompt", "a", "--dtype", "float33"], "float33"),
+        ([], "--prompt"),
+    ],
+)
+def test_bad_input(checkpoint: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    assert main(["generate", str(checkpoint), *options]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_prompt_that_is_not_utf8(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "latin.txt"
+    file.write_bytes("naïve".encode("latin-1"))
+    assert main(["generate", str(checkpoint), "--prompt-file", str(file)]) == 2
+    assert "not UTF-8 (byte 2)" in capsys.readouterr().err
+
+
+def test_a_state_of_another_model_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "state.safetensors"
+    answer(capsys, checkpoint, "--prompt", "abc", "--save-state", state)
+    other = longrecall.load(checkpoint)
+    with torch.no_grad():
+        other.lm_head.weight += 1
+    other.save_pretrained(tmp_path / "other")
+    byte_tokenizer().save_pretrained(tmp_path / "other")
+    assert main(["generate", str(tmp_path / "other"), "--prompt", "d", "--load-state", str(state)]) == 2
+    assert "state.safetensors" in capsys.readouterr().err
+
+
+def test_a_state_that_cannot_be_written(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    place = tmp_path / "file" / "state.safetensors"
+    assert main(["generate", str(checkpoint), "--prompt", "a", "--save-state", str(place)]) == 2
+    assert "state.safetensors" in capsys.readouterr().err

@@ -1,0 +1,104 @@
+"""Counting from the config alone: the published 1.3B models to the digit, and agreement with built models."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longrecall.models.accounting import account, describe_sizes, equivalent_context, key_value_cache_size
+from longrecall.models.config import RecurrentConfig
+from longrecall.models.recurrent_lm import RecurrentLM
+
+MAMBA2 = {"type": "mamba2", "inner_dim": 4096, "head_dim": 64, "state_dim": 128}
+GLA = {"type": "gla", "num_heads": 4, "key_dim": 256, "value_dim": 512, "norm_eps": 1e-6}
+
+
+def mamba2_1b3(grown: range) -> RecurrentConfig:
+    """state-spaces/mamba2-1.3b: 50277 tokens padded to a multiple of 16, tied."""
+    layers = [{"mixer": MAMBA2 | ({"state_dim": 512} if index in grown else {})} for index in range(48)]
+    return RecurrentConfig(vocab_size=50288, hidden_size=2048, layers=layers, tie_word_embeddings=True)
+
+
+def gla_1b3(merged: range) -> RecurrentConfig:
+    """fla-hub/gla-1.3B-100B: 32000 tokens, untied, SwiGLU of 5632."""
+    layers = [{"mixer": GLA | {"merged": index in merged}, "mlp_size": 5632} for index in range(24)]
+    return RecurrentConfig(vocab_size=32000, hidden_size=2048, layers=layers, tie_word_embeddings=False)
+
+
+@pytest.mark.parametrize(
+    ("grown", "parameters", "state"),
+    [
+        (range(0), 1_343_757_312, 25_165_824),
+        (range(0, 48, 12), 1_350_064_128, 31_457_280),
+        (range(0, 48, 6), 1_356_370_944, 37_748_736),
+    ],
+)
+def test_mamba2_1b3(grown: range, parameters: int, state: int) -> None:
+    counted = account(mamba2_1b3(grown))
+    assert (counted.parameters, counted.state_size) == (parameters, state)
+    assert counted.state_bytes == 4 * state
+
+
+def test_one_grown_layer_of_mamba2_1b3_adds_what_the_facts_say() -> None:
+    before, after = account(mamba2_1b3(range(0))), account(mamba2_1b3(range(1)))
+    assert after.layers[0].parameters - before.layers[0].parameters == 1_576_704
+    assert after.layers[1:] == before.layers[1:]
+
+
+def test_gla_1b3() -> None:
+    before, after = account(gla_1b3(range(0))), account(gla_1b3(range(0, 24, 6)))
+    assert (before.state_size, after.state_size) == (12_582_912, 18_874_368)
+    # The facts give 1.3655B; to the digit it is embeddings, head, 24 blocks and norms of the untied model.
+    assert before.parameters == 1_365_514_240
+    assert after.parameters - before.parameters == 4 * 4 * 4, "merging costs one H x H matrix a layer"
+
+
+TINY = {
+    "mamba2": {"type": "mamba2", "inner_dim": 32, "head_dim": 8, "state_dim": 4},
+    "gla": {"type": "gla", "num_heads": 2, "key_dim": 4, "value_dim": 8, "conv_width": 3},
+    "merged": {"type": "retnet", "num_heads": 2, "key_dim": 4, "value_dim": 8, "merged": True},
+    "delta": {"type": "gated_delta_net", "num_heads": 2, "value_heads": 4, "key_dim": 4, "value_dim": 8},
+    "attention": {"type": "attention", "num_heads": 4, "kv_heads": 2, "head_dim": 4, "window": 10},
+}
+TINY["handover"] = {"type": "handover", "old": TINY["gla"], "new": TINY["gla"] | {"num_heads": 1, "key_dim": 8}}
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(sorted(TINY)), min_size=1, max_size=4),
+    mlp_size=st.sampled_from([0, 24]),
+    tied=st.booleans(),
+)
+def test_agrees_with_the_built_model(kinds: list[str], mlp_size: int, tied: bool) -> None:
+    layers = [{"mixer": TINY[kind], "mlp_size": mlp_size} for kind in kinds]
+    config = RecurrentConfig(vocab_size=32, hidden_size=16, layers=layers, tie_word_embeddings=tied)
+    model = RecurrentLM(config)
+    counted = account(config)
+    assert counted.parameters == sum(parameter.numel() for parameter in model.parameters())
+    for index, layer in enumerate(model.model.layers):
+        assert counted.layers[index].parameters == sum(parameter.numel() for parameter in layer.parameters())
+    state = model.zero_state(1)
+    held = sum(t.numel() for layer in state.layers for name, t in layer.items() if name.endswith("recurrent"))
+    assert counted.state_size == held == sum(layer.state_size for layer in counted.layers)
+
+
+def test_key_value_cache_counts_attention_layers_up_to_their_window() -> None:
+    full = TINY["attention"] | {"window": None}
+    layers = [{"mixer": TINY["attention"]}, {"mixer": full}, {"mixer": TINY["gla"]}]
+    config = RecurrentConfig(vocab_size=32, hidden_size=16, layers=layers)
+    assert key_value_cache_size(config, 5) == 2 * (2 * 2 * 4 * 5)
+    assert key_value_cache_size(config, 100) == 2 * 2 * 4 * (10 + 100)
+
+
+def test_state_of_mamba2_1b3_in_tokens_of_a_transformer() -> None:
+    # 25,165,824 float32 numbers are 100,663,296 bytes; a 48-layer Transformer caches 2 * 2 * 2048 * 48 bytes a token.
+    config = mamba2_1b3(range(0))
+    assert equivalent_context(config, account(config).state_size) == 100_663_296 / 393_216
+
+
+def test_sizes_as_one_line() -> None:
+    config = RecurrentConfig(vocab_size=32, hidden_size=16, layers=[{"mixer": TINY["merged"], "mlp_size": 24}])
+    assert account(config).layers[0].sizes == "num_heads=2 key_dim=4 value_dim=8 merged mlp=24"
+    handover = RecurrentConfig(vocab_size=32, hidden_size=16, layers=[{"mixer": TINY["handover"]}]).layers[0]["mixer"]
+    assert describe_sizes(handover) == ("gla num_heads=2 key_dim=4 value_dim=8 conv_width=3 -> num_heads=1 key_dim=8")

@@ -1,0 +1,219 @@
+"""The promises of the project as a whole: layout, imports, packaging, the README's commands."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import longrecall
+from longrecall.cli.main import VERBS, build_parser
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "longrecall"
+FILES = sorted(SOURCE.rglob("*.py"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+HEIGHT = {"ops": 0, "layers": 1, "models": 2, "cli": 4} | dict.fromkeys(
+    ("surgery", "training", "evaluation", "diagnostics", "report"), 3
+)
+"""A room imports its own height (without circles) and what lies below; files beside the rooms are free to all."""
+
+OPTIONAL = ("jinja2", "matplotlib", "datasets", "pyarrow", "tensorboard", "triton", "lm_eval", "wandb")
+NEED_EXTRAS = {"longrecall.report.plots", "longrecall.report.sections"}
+
+
+def module_name(path: Path) -> str:
+    parts = ("longrecall", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str | None:
+    """`ops` of `longrecall.ops.reference`; None outside the package and for files beside the rooms."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "longrecall" and len(parts) > 1 and (SOURCE / parts[1]).is_dir() else None
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules of this package that the file imports anywhere, also for types and inside functions."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports in this project are absolute"
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return {name for name in found if name.split(".")[0] == "longrecall"}
+
+
+def complaint(room: str, other: str) -> str | None:
+    """Why a file in `room` may not import from `other`; None when it may."""
+    if room == other:
+        return None
+    if room == "tasks":
+        return "tasks import no other room"
+    if other == "tasks":
+        return None if HEIGHT[room] >= 3 else "only evaluation, training and what stands above them use tasks"
+    return "imports point downwards" if HEIGHT[other] > HEIGHT[room] else None
+
+
+def test_the_import_rule_itself() -> None:
+    assert complaint("ops", "layers") and complaint("models", "surgery") and complaint("tasks", "models")
+    assert complaint("layers", "tasks") and complaint("report", "cli")
+    assert not complaint("cli", "ops") and not complaint("training", "tasks") and not complaint("ops", "ops")
+
+
+def test_imports_point_downwards() -> None:
+    wrong = []
+    siblings: dict[str, set[str]] = {}
+    for path in FILES:
+        room = room_of(module_name(path))
+        if room is None:
+            continue
+        for name in imports_of(path):
+            other = room_of(name)
+            if other is None:
+                continue
+            reason = complaint(room, other)
+            if reason:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}: {reason}")
+            elif other != room:
+                siblings.setdefault(room, set()).add(other)
+    assert not wrong, "\n".join(wrong)
+    # Raises CycleError where two rooms of one height need each other.
+    TopologicalSorter(siblings).prepare()
+
+
+def test_every_room_has_a_height() -> None:
+    rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert rooms <= {*HEIGHT, "tasks"}, "a new room: say in docs/architecture.md and here where it stands"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_files_and_functions_stay_readable(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= 400, "split the file"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+            assert lines <= 60, f"{node.name} has {lines} lines; split it"
+
+
+def test_every_module_imports_without_the_extras() -> None:
+    modules = [name for name in map(module_name, FILES) if name not in NEED_EXTRAS]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {OPTIONAL!r}: sys.modules[name] = None\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_package_is_light() -> None:
+    code = (
+        "import sys, longrecall, longrecall.cli\n"
+        "sys.exit(', '.join({'torch', 'transformers', 'numpy', 'safetensors'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names() -> None:
+    for name in longrecall.__all__:
+        assert getattr(longrecall, name) is getattr(longrecall, name)
+        assert name in dir(longrecall)
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = longrecall.nonsense  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "import longrecall",
+        "import transformers; import longrecall",
+        "from transformers import AutoModelForCausalLM, AutoConfig; import longrecall",
+        "from longrecall import RecurrentLM",
+        "from longrecall.models.config import RecurrentConfig",
+    ],
+)
+def test_auto_classes_know_longrecall_in_any_order_of_imports(order: str) -> None:
+    code = f"""{order}
+from transformers import AutoConfig, AutoModelForCausalLM
+mixer = {{"type": "gla", "num_heads": 1, "key_dim": 2, "value_dim": 2}}
+config = AutoConfig.for_model("longrecall", hidden_size=4, layers=[{{"mixer": mixer}}])
+model = AutoModelForCausalLM.from_config(config)
+from longrecall.models import config as home, recurrent_lm
+assert type(config) is home.RecurrentConfig and type(model) is recurrent_lm.RecurrentLM
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def shell_lines(document: str) -> list[list[str]]:
+    """The commands in ```sh blocks, without comments."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
+    return [words for block in blocks for line in block.splitlines() if (words := shlex.split(line, comments=True))]
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_documented_commands_exist(document: str) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    commands = shell_lines(document)
+    assert any(words[0] == "make" for words in commands)
+    for words in commands:
+        match words:
+            case ["make", target, *_]:
+                assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), words
+            case ["longrecall", *rest]:
+                build_parser((rest[0],)).parse_args(rest)
+            case [path, *_] if "/" in path:
+                assert os.access(ROOT / path, os.X_OK), words
+            case _:
+                assert words[:3] == ["pip", "install", "-e"], f"{words}: teach this test to check it"
+
+
+def test_the_readme_lists_every_verb() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [verb for verb in VERBS if f"`longrecall {verb}" not in text] == []
+
+
+def test_the_ci_runs_what_the_readme_says() -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert ["make", "test"] in shell_lines("README.md")
+    assert {"set -euo pipefail", "make lint", "make test"} <= set(script)
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)", document.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_constraints_pin_every_dependency_within_its_bounds() -> None:
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pins = dict(line.split("==") for line in text.splitlines() if line and not line.startswith("#"))
+    versions = {canonicalize_name(name): version for name, version in pins.items()}
+    extras = PROJECT["project"]["optional-dependencies"]
+    chosen = [extras[extra] for extra in ("report", "data", "logging", "dev")]
+    for requirement in map(Requirement, [*PROJECT["project"]["dependencies"], *(r for group in chosen for r in group)]):
+        name = canonicalize_name(requirement.name)
+        assert name in versions, f"constraints.txt does not pin {name}"
+        assert requirement.specifier.contains(versions[name]), f"constraints.txt pins {name} {versions[name]}"
+
+
+def test_the_changelog_knows_this_version() -> None:
+    assert f"## [{longrecall.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from longrecall.cli import train as verb
+from longrecall.errors import UserError
+from longrecall.training.recipe import Recipe
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    verb.configure(parser)
+    return parser.parse_args(words)
+
+
+@pytest.fixture
+def recipe_file(make_recipe: Callable[..., Recipe], tmp_path: Path) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(make_recipe().to_dict()))
+    return str(path)
+
+
+def test_dry_run_prints_the_plan(recipe_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verb.run(arguments(recipe_file, "--dry-run", "--set", "run.steps=9")) == 0
+    out = capsys.readouterr().out
+    assert "steps            9" in out and "[3, 48]" in out and "nothing was written" in out
+    assert not (tmp_path / "out").exists()
+
+
+def test_train_and_resume_print_json(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verb.run(arguments(recipe_file, "--json", "--set", "run.steps=2", "--set", "run.batch_size=1")) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["steps"], summary["tokens"], summary["dry_run"]) == (2, 2 * 2 * 48, False)
+    again = arguments(recipe_file, "--resume", "--set", "run.steps=2", "--set", "run.batch_size=1")
+    assert verb.run(again) == 0
+    assert "wrote" in capsys.readouterr().out
+
+
+def test_bad_override_is_a_user_error(recipe_file: str) -> None:
+    with pytest.raises(UserError, match='Did you mean "steps"'):
+        verb.run(arguments(recipe_file, "--set", "run.step=9"))
+
+
+def test_the_verb_imports_nothing_heavy() -> None:
+    code = "import sys, longrecall.cli.train; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    path = [str(Path(verb.__file__).parents[2])]
+    done = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}; {code}"], check=False)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_example_recipe_is_valid(path: Path) -> None:
+    assert Recipe.load(path).steps() > 0
