@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ class Plan:
     learning_rate: float
     touched: frozenset[str] = frozenset()
     touched_rate: float | None = None
-    state_passing: bool = False
+    state_passing: float = 0.0
+    """Probability, per row and step, that a row starts from the final state of the row before it."""
     handover_share: float = 0.5
     warmup: int = 100
     hold: float = 0.0
@@ -37,7 +38,6 @@ class Plan:
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
-    extra: dict = field(default_factory=dict)
 
 
 def rate_factor(step: int, steps: int, plan: Plan) -> float:
@@ -61,6 +61,8 @@ class Run:
         self.loss = torch.zeros((), device=self.device)
         self.optimizer = self._optimizer()
         self.state = model.zero_state(ids.shape[0])
+        self.passed = torch.zeros(ids.shape[0], dtype=torch.bool, device=self.device)
+        self.generator = torch.Generator(device=self.device).manual_seed(plan.seed)
         self.handovers = [m for m in model.modules() if isinstance(m, Handover)]
         self.graph: torch.cuda.CUDAGraph | None = None
         if self.on_gpu:
@@ -97,7 +99,8 @@ class Run:
         if self.plan.state_passing:
             for before, after in zip(self.state.layers, out.past_key_values.layers, strict=True):
                 for name in before:
-                    before[name].copy_(after[name].detach())
+                    kept = self.passed.view(-1, *[1] * (before[name].dim() - 1))
+                    before[name].copy_(torch.where(kept, after[name].detach(), 0.0))
 
     def _capture(self) -> None:
         """Warm up with learning rate zero, forget what that left in the optimizer, then record the step."""
@@ -138,6 +141,9 @@ class Run:
         self._set_rates(rate_factor(step, self.steps, self.plan))
         for module in self.handovers:
             module.progress.fill_(progress)
+        if self.plan.state_passing:
+            draw = torch.rand(self.passed.shape, generator=self.generator, device=self.device)
+            self.passed.copy_(draw < self.plan.state_passing)
 
 
 def train(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -78,5 +79,5 @@ def bits_per_byte(
         target = text[:, start + 1 : start + 1 + logits.shape[1]]
         losses.append(F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none").view(rows, -1))
     bits = torch.cat(losses, 1) / math.log(2)
-    spans = [bits[:, a:b].mean(1) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    spans = [bits[:, a:b].mean(1) for a, b in itertools.pairwise(edges)]
     return [(float(s.mean()), float(s.std() / math.sqrt(rows))) for s in spans]

@@ -24,8 +24,9 @@ SHAPES = ((2, 2), (2, 2), (2, 2), (1, 1))
 class Recall(IterableDataset):
     """Rows of dense recall text: `phonebooks` rows, then `passkeys` rows; every sequence opens with the end token.
 
-    The number of pairs is log-uniform from 1 to a ceiling that rises to `most_pairs` over the first `ramp` of the steps;
-    pass-key sequences grow from an eighth of the context to the whole of it.
+    The number of pairs is log-uniform (or uniform) from 1 to a ceiling that rises to `most_pairs` over the first `ramp`
+    of the steps; pass-key sequences grow from an eighth of the context to the whole of it. `shapes` are the letters and
+    digits of the phone books, an equal share of the rows each.
     """
 
     def __init__(
@@ -37,10 +38,13 @@ class Recall(IterableDataset):
         passkeys: int,
         most_pairs: int = 48,
         ramp: float = 0.4,
+        shapes: tuple[tuple[int, int], ...] = SHAPES,
+        uniform: bool = False,
     ) -> None:
         self.seed, self.steps, self.length = seed, steps, length
         self.phonebooks, self.passkeys = phonebooks, passkeys
         self.most_pairs, self.ramp = most_pairs, ramp
+        self.shapes, self.uniform = shapes, uniform
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         worker = get_worker_info()
@@ -53,12 +57,11 @@ class Recall(IterableDataset):
         g = np.random.Generator(np.random.PCG64([self.seed, step]))
         share = 1.0 if self.ramp <= 0 else min(1.0, step / (self.ramp * self.steps))
         ceiling = 4 + (self.most_pairs - 4) * share
-        counts = np.floor(np.exp(g.random(self.phonebooks) * np.log(ceiling + 1))).astype(np.int64)
-        parts = [
-            self._books(g, part, *shape)
-            for part, shape in zip(np.array_split(counts, 4), SHAPES, strict=True)
-            if len(part)
-        ]
+        draw = g.random(self.phonebooks)
+        counts = 1 + draw * ceiling if self.uniform else np.exp(draw * np.log(ceiling + 1))
+        counts = np.floor(counts).astype(np.int64)
+        shares = np.array_split(counts, len(self.shapes))
+        parts = [self._books(g, part, *shape) for part, shape in zip(shares, self.shapes, strict=True) if len(part)]
         widest = 3 if share < 0.5 else 2
         parts += [self._keys(g, 2 ** int(g.random() * (widest + 1))) for _ in range(self.passkeys)]
         return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
@@ -93,7 +96,8 @@ class Books:
     """A corpus of documents joined by form feeds, held as bytes on one device."""
 
     def __init__(self, path: Path, device: str) -> None:
-        raw = lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
+        packed = path.read_bytes()
+        raw = lzma.decompress(packed) if path.suffix == ".xz" else packed
         self.data = torch.from_numpy(np.frombuffer(raw, np.uint8).copy()).to(device)
 
     def crops(self, generator: torch.Generator, rows: int, length: int) -> Tensor:

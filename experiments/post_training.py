@@ -22,7 +22,7 @@ import torch
 import transformers
 from engine import Plan, Run, train
 from measure import bits_per_byte, passkey_counts, phonebook_counts
-from mixture import Books, Recall, recall_loader
+from mixture import SHAPES, Books, Recall, recall_loader
 
 import longrecall
 from longrecall.models.loading import load
@@ -31,7 +31,7 @@ from longrecall.surgery.expand import expand
 ARMS = ("plain", "reinit", "inherit", "preserve", "perturb", "handover")
 RATES = (1e-3, 3e-3, 1e-2)
 PAIRS = (1, 2, 4, 8, 16, 32, 64)
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+ONE_LETTER_PAIRS = (1, 2, 4, 8, 16, 24)
 EDGES = [0, 256, 512, 1024, 2048, 4096, 8192, 16384]
 
 
@@ -43,6 +43,7 @@ class Study:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         torch.backends.cuda.matmul.allow_tf32 = True
         self.corpus, self.validation = Books(args.corpus, self.device), Books(args.validation, self.device)
+        self.pairs = ONE_LETTER_PAIRS if args.letters == 1 else PAIRS
         self.began = time.time()
         self.folder = Path(tempfile.mkdtemp())
         self.touched = {}
@@ -57,8 +58,7 @@ class Study:
             "hardware": torch.cuda.get_device_name() if self.device == "cuda" else platform.processor(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "settings": {k: str(v) for k, v in vars(args).items()}
-            | {"rates": RATES, "lengths": LENGTHS, "edges": EDGES},
+            "settings": {k: str(v) for k, v in vars(args).items()} | {"rates": RATES, "edges": EDGES},
             "state_size": {"before": load(args.base).state_size(), "after": load(self.folder / "reinit").state_size()},
             "selection": [],
             "results": [],
@@ -79,20 +79,25 @@ class Study:
         runs = []
         for arm, rate, passing in wishes:
             path = args.base if arm == "plain" else self.folder / arm
+            share = args.passing * passing
             plan = Plan(
-                arm, args.learning_rate, self.touched[arm], rate, passing, warmup=args.warmup, hold=0.5, seed=seed
+                arm, args.learning_rate, self.touched[arm], rate, share, warmup=args.warmup, hold=0.5, seed=seed
             )
             runs.append(Run(load(path, torch.float32, self.device), plan, args.steps, ids, labels))
-        loader = recall_loader(
-            Recall(1000 + seed, args.steps, args.length, args.batch - books - keys, keys, most_pairs=64, ramp=0.0),
-            args.workers,
+        shapes = ((args.letters, args.digits),) if args.one_shape else SHAPES
+        most = min(64, 26**args.letters)
+        data = Recall(
+            1000 + seed, args.steps, args.length, args.batch - books - keys, keys, most, 0.0, shapes, args.uniform
         )
+        loader = recall_loader(data, args.workers)
         generator = torch.Generator(device=self.device).manual_seed(1000 + seed)
 
         def next_batch(step: int):
             made = [torch.as_tensor(x).to(self.device, non_blocking=True) for x in next(loader)]
             text = self.corpus.crops(generator, books, args.length)
-            return torch.cat([text, made[0]]), torch.cat([text, made[1]])
+            # Shuffled, so that a passed state comes from any kind of text.
+            order = torch.randperm(args.batch, generator=generator, device=self.device)
+            return torch.cat([text, made[0]])[order], torch.cat([text, made[1]])[order]
 
         train(runs, args.steps, next_batch, ids, labels)
         for run in runs:
@@ -104,15 +109,19 @@ class Study:
 
     def score(self, model) -> float:
         """What the learning rate is chosen by: mean recall over 4 to 64 pairs, on books of their own."""
-        counts = [phonebook_counts(model, pairs, 1024, 99) for pairs in PAIRS[2:]]
+        counts = [self.recall(model, pairs, 1024, 99) for pairs in self.pairs[2:]]
         return float(np.mean([c[:, 0].sum() / c[:, 1].sum() for c in counts]))
+
+    def recall(self, model, pairs: int, queries: int, seed: int) -> np.ndarray:
+        """Right and asked, book by book, in the study's letters and digits."""
+        return phonebook_counts(model, pairs, queries, seed, self.args.letters, self.args.digits)
 
     def measure(self, model, seed: int) -> dict:
         """Every cell of one model as counts (right, asked) and means."""
-        books = {p: phonebook_counts(model, p, self.args.queries, seed) for p in PAIRS}
+        books = {p: self.recall(model, p, self.args.queries, seed) for p in self.pairs}
         return {
             "phonebook": {p: [int(c[:, 0].sum()), int(c[:, 1].sum()), spread(c)] for p, c in books.items()},
-            "passkey": {n: passkey_counts(model, n, self.args.passkeys, seed) for n in LENGTHS},
+            "passkey": {n: passkey_counts(model, n, self.args.passkeys, seed) for n in self.args.lengths},
             "bits_per_byte": bits_per_byte(model, self.validation, EDGES, 64, seed),
         }
 
@@ -139,6 +148,14 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=4096)
     parser.add_argument("--passkeys", type=int, default=1408)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--letters", type=int, default=2, help="of the names that are asked for")
+    parser.add_argument("--digits", type=int, default=2, help="of the numbers that are asked for")
+    parser.add_argument(
+        "--one-shape", action="store_true", help="train on that shape alone, not on the pretraining mix"
+    )
+    parser.add_argument("--uniform", action="store_true", help="uniform, not log-uniform, numbers of pairs")
+    parser.add_argument("--passing", type=float, default=0.25, help="probability of a passed state where it is on")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 4096, 16384])
     parser.add_argument("--workers", type=int, default=12)
     args = parser.parse_args()
     study = Study(args)

@@ -24,6 +24,13 @@ MIXERS["handover"] = {"type": "handover", "old": MIXERS["gla"], "new": MIXERS["m
 RECURRENT = {name: mixer for name, mixer in MIXERS.items() if not name.startswith("attention")}
 
 
+class PlainBytes:
+    """The byte tokenizer without special tokens: nothing opens a text."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     """Tiny tensors run fastest on one thread, and bit-exact comparisons need a fixed order of sums."""

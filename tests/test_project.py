@@ -24,7 +24,7 @@ SOURCE = ROOT / "src" / "longrecall"
 FILES = sorted(SOURCE.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
-HEIGHT = {"ops": 0, "layers": 1, "models": 2, "cli": 4} | dict.fromkeys(
+HEIGHT = {"ops": 0, "layers": 1, "models": 2, "demo": 4, "cli": 5} | dict.fromkeys(
     ("surgery", "training", "evaluation", "diagnostics", "report"), 3
 )
 """A room imports its own height (without circles) and what lies below; files beside the rooms are free to all."""

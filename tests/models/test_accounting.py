@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longrecall.models.accounting import account, describe_sizes, equivalent_context, key_value_cache_size
+from longrecall.models.checkpoint import save
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
+from tests.conftest import MIXERS
 
 MAMBA2 = {"type": "mamba2", "inner_dim": 4096, "head_dim": 64, "state_dim": 128}
 GLA = {"type": "gla", "num_heads": 4, "key_dim": 256, "value_dim": 512, "norm_eps": 1e-6}
@@ -102,3 +106,14 @@ def test_sizes_as_one_line() -> None:
     assert account(config).layers[0].sizes == "num_heads=2 key_dim=4 value_dim=8 merged mlp=24"
     handover = RecurrentConfig(vocab_size=32, hidden_size=16, layers=[{"mixer": TINY["handover"]}]).layers[0]["mixer"]
     assert describe_sizes(handover) == ("gla num_heads=2 key_dim=4 value_dim=8 conv_width=3 -> num_heads=1 key_dim=8")
+
+
+def test_the_model_card_counts_as_accounting_does(tmp_path: Path) -> None:
+    handover = {"type": "handover", "old": MIXERS["gla"], "new": MIXERS["retnet"]}
+    model = RecurrentLM(RecurrentConfig(hidden_size=32, layers=[{"mixer": handover, "mlp_size": 16}]))
+    save(model, tmp_path / "saved")
+    parameters = account(model.config).parameters
+    assert parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert f"| parameters | {parameters:,} (float32) |" in (tmp_path / "saved" / "README.md").read_text(
+        encoding="utf-8"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import Mamba2Config, Mamba2ForCausalLM
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from longrecall.errors import UserError
 from longrecall.models.checkpoint import open_checkpoint
@@ -32,6 +34,8 @@ def reference(groups: int = 1, tied: bool = False, vocabulary: int = VOCABULARY,
         "num_hidden_layers": 2,
         "chunk_size": 16,
     }
+    if groups > 1 and "group_size" not in inspect.signature(MambaRMSNormGated.__init__).parameters:
+        pytest.skip("this transformers normalises all groups together, unlike mamba_ssm; later versions do not")
     config = Mamba2Config(**sizes, vocab_size=vocabulary, n_groups=groups, tie_word_embeddings=tied, **options)
     torch.manual_seed(groups)
     model = Mamba2ForCausalLM(config).eval()

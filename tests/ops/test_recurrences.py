@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -61,7 +62,7 @@ def outputs_and_gradients(op: Callable, inputs: list, backend: str) -> list[Tens
     """o, final state and the gradient of a fixed scalar with respect to every input."""
     leaves = [None if x is None else x.clone().requires_grad_() for x in inputs]
     o, final = op(*leaves[:-1], initial_state=leaves[-1], backend=backend)
-    weights = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x).sin() for x in (o, final)]
+    weights = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype, device=x.device).view_as(x).sin() for x in (o, final)]
     ((o * weights[0]).sum() + (final * weights[1]).sum()).backward()
     return [o.detach(), final.detach(), *(x.grad for x in leaves if x is not None)]
 
@@ -142,7 +143,7 @@ def test_packed_documents_do_not_see_each_other(case: str) -> None:
     *tensors, _ = inputs
     one_row = [x if x is None or x.shape[:2] != (B, 40) else x[:1] for x in tensors]
     packed, finals = op(*one_row, cu_seqlens=cuts)
-    for n, (a, b) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+    for n, (a, b) in enumerate(itertools.pairwise(cuts)):
         alone = [x if x is None or x.shape[:2] != (1, 40) else x[:, a:b] for x in one_row]
         o, final = op(*alone)
         assert relative_error([packed[:, a:b], finals[n : n + 1]], [o, final]) < 1e-12

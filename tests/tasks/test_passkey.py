@@ -14,10 +14,11 @@ from longrecall.errors import UserError
 from longrecall.models.byte_tokenizer import byte_tokenizer
 from longrecall.tasks import IGNORE, Passkey, PieceEncoder, answer_spans, passkey_byte_batch, passkey_sequence
 from longrecall.tasks.passkey import FORMS
+from tests.conftest import PlainBytes
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 NEEDLE = len("The pass key is . Remember it.  is the pass key.\n")  # without the two mentions of the key
-BYTES = PieceEncoder(byte_tokenizer())
+BYTES = PieceEncoder(PlainBytes())
 
 
 class WordTokenizer:
@@ -130,6 +131,22 @@ def test_batch_and_sequence_follow_one_grammar(
         for group in ("answer", "again") if label_needle else ("answer",):
             expected[match.start(group) : match.end(group)] = ids[match.start(group) : match.end(group)]
         np.testing.assert_array_equal(labels, expected)
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_the_beginning_of_text_opens_every_prompt_and_counts(form: str) -> None:
+    opened = PieceEncoder(byte_tokenizer())
+    for depth in (0.0, 0.5, 1.0):
+        cell, shorter = {"length": 512, "depth": depth}, {"length": 511, "depth": depth}
+        sample = Passkey((depth,), form=form).sample(opened, cell, 0, 0)
+        assert sample.input_ids[0] == 256 and answer_spans(sample.labels).tolist() == [[512, 517]]
+        parse(bytes(sample.input_ids[1:].astype(np.uint8)).decode(), form, 5)
+        closed = Passkey((depth,), form=form, opening=False).sample(opened, shorter, 0, 0)
+        plain = Passkey((depth,), form=form).sample(BYTES, shorter, 0, 0)
+        assert closed.input_ids.tolist() == plain.input_ids.tolist()
+    ids, labels = passkey_sequence(generator(3), opened, 512, form=form)
+    plain_ids, plain_labels = passkey_sequence(generator(3), BYTES, 511, form=form)
+    assert ids.tolist() == [256, *plain_ids] and labels.tolist() == [IGNORE, *plain_labels]
 
 
 def test_training_depths_reach_every_line() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import re
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from longrecall.errors import UserError
 from longrecall.models.byte_tokenizer import byte_tokenizer
 from longrecall.tasks import IGNORE, Phonebook, PieceEncoder, answer_spans, phonebook_byte_batch, phonebook_sequence
+from tests.conftest import PlainBytes
 
 
 class MergingTokenizer:
@@ -33,7 +35,7 @@ class MergingTokenizer:
         return "".join(spelled[int(token)] for token in ids)
 
 
-BYTES = PieceEncoder(byte_tokenizer())
+BYTES = PieceEncoder(PlainBytes())
 
 
 def generator(seed: int) -> np.random.Generator:
@@ -137,10 +139,36 @@ def test_sample_fills_a_length_exactly() -> None:
 
 
 def test_number_of_queries() -> None:
-    for queries, expected in ((1, 1), (3, 3), (7, 3)):  # distinct pairs: 3 pairs give 3 queries at most
+    for queries in (1, 3):
         task, cell = Phonebook(pairs=(3,), queries=queries), {"pairs": 3, "distance": 0}
         asked = check_grammar(*vars(task.sample(BYTES, cell, 5, 1)).values(), 3, 2, 2)
-        assert len(asked) == len(set(asked)) == expected == task.answers_per_sample(cell)
+        assert len(asked) == len(set(asked)) == queries == task.answers_per_sample(cell)
+
+
+def test_the_beginning_of_text_opens_every_sequence_and_counts() -> None:
+    opened = PieceEncoder(byte_tokenizer())
+    text = "once upon a time " * 9
+    for task in (Phonebook(pairs=(3,), distances=(0, 20), distractor=text), Phonebook(pairs=(3,))):
+        for cell in task.cells([]):
+            sample, plain = (task.sample(encode, cell, 1, 2) for encode in (opened, BYTES))
+            assert sample.input_ids.tolist() == [256, *plain.input_ids]
+            assert sample.labels.tolist() == [IGNORE, *plain.labels]
+            closed = dataclasses.replace(task, opening=False).sample(opened, cell, 1, 2)
+            assert closed.input_ids.tolist() == plain.input_ids.tolist()
+    filled = Phonebook(pairs=(3,), length=90).sample(opened, {"pairs": 3, "distance": 0}, 0, 0)
+    assert len(filled.input_ids) == 90 and filled.input_ids[0] == 256
+    check_grammar(filled.input_ids[1:], filled.labels[1:], 3, 2, 2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), length=st.integers(20, 200))
+def test_training_sequences_open_too(seed: int, length: int) -> None:
+    opened = PieceEncoder(byte_tokenizer())
+    ids, labels = phonebook_sequence(generator(seed), opened, length, (2, 12))
+    plain, plain_labels = phonebook_sequence(generator(seed), BYTES, length - 1, (2, 12))
+    assert ids.tolist() == [256, *plain] and labels.tolist() == [IGNORE, *plain_labels]
+    closed, _ = phonebook_sequence(generator(seed), opened, length - 1, (2, 12), opening=False)
+    assert closed.tolist() == plain.tolist()
 
 
 def test_distance_is_exact_in_tokens() -> None:
@@ -229,6 +257,7 @@ def test_batch_is_fast_enough_for_training() -> None:
         (lambda: Phonebook(distances=(-1,)), "distance must be 0 or more"),
         (lambda: Phonebook(queries=2, length=99), "not both"),
         (lambda: Phonebook(queries=0), "at least 1 per sequence"),
+        (lambda: Phonebook(pairs=(8, 3), queries=7), "7 queries of distinct pairs need as many pairs, got pairs 3"),
         (lambda: Phonebook(digits=0), "at least 1"),
         (lambda: Phonebook(pairs=()), "at least one number of pairs"),
         (

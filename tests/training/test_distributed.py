@@ -77,7 +77,11 @@ def reference(recipe: Recipe) -> list[float]:
         for stream, initial in zip(streams, states, strict=True):
             for _ in range(recipe.run.gradient_accumulation):
                 batch = stream.next_batch()
-                out = model(batch["input_ids"], labels=batch["labels"], past_key_values=initial.before_batch(3))
+                out = model(
+                    batch["input_ids"],
+                    labels=batch["labels"],
+                    past_key_values=initial.before_batch(torch.ones(3, dtype=torch.bool)),
+                )
                 initial.after_batch(out.past_key_values)
                 count = int((batch["labels"][:, 1:] != -100).sum())
                 total, labels = total + out.loss * count, labels + count

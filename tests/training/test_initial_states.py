@@ -35,10 +35,10 @@ def passing(model: RecurrentLM, seed: int = 0, rank: int = 0, **options: Any) ->
 def test_everything_recurrent_is_passed_and_nothing_else(make_model: ModelMaker, name: str) -> None:
     model = make_model(MIXERS[name])
     initial = passing(model)
-    assert initial.before_batch(2) is None
+    assert initial.before_batch(torch.ones(2, dtype=torch.bool)) is None
     final = final_state(model, 2)
     initial.after_batch(final)
-    state = initial.before_batch(2)
+    state = initial.before_batch(torch.ones(2, dtype=torch.bool))
     assert state is not None
     assert state.position.tolist() == [0, 0] and state.length == 0
     empty = model.zero_state(2)
@@ -58,10 +58,10 @@ def test_passed_state_is_reading_on(make_model: ModelMaker, name: str) -> None:
     model = make_model(RECURRENT[name]).eval()
     first, second = tokens(2, 7), tokens(2, 5, seed=1)
     initial = passing(model)
-    initial.before_batch(2)
+    initial.before_batch(torch.ones(2, dtype=torch.bool))
     with torch.no_grad():
         initial.after_batch(model(first).past_key_values)
-        continued = model(second, past_key_values=initial.before_batch(2)).logits
+        continued = model(second, past_key_values=initial.before_batch(torch.ones(2, dtype=torch.bool))).logits
         whole = model(torch.cat([first, second], 1)).logits[:, 7:]
     # float32 sums in another order (chunks of the recurrence); logits are of order 0.1.
     assert torch.allclose(continued, whole, atol=1e-5)
@@ -71,7 +71,7 @@ def test_convolution_state_stays_behind_when_asked(make_model: ModelMaker) -> No
     model = make_model()
     initial = passing(model, convolution=False)
     initial.after_batch(final_state(model, 3))
-    state = initial.before_batch(3)
+    state = initial.before_batch(torch.ones(3, dtype=torch.bool))
     assert state is not None
     for layer in state.layers:
         for key, tensor in layer.items():
@@ -85,7 +85,7 @@ def test_probability_is_per_row_and_seeded(make_model: ModelMaker) -> None:
     def rows(seed: int = 0, rank: int = 0) -> list[bool]:
         initial = passing(model, seed, rank, probability=0.5)
         initial.after_batch(final)
-        state = initial.before_batch(40)
+        state = initial.before_batch(torch.ones(40, dtype=torch.bool))
         assert state is not None
         alive = [layer["recurrent"].flatten(1).any(1) for layer in state.layers]
         assert torch.equal(alive[0], alive[1])
@@ -99,7 +99,7 @@ def test_probability_is_per_row_and_seeded(make_model: ModelMaker) -> None:
     assert 6 < sum(rows()) < 34
     never = passing(model, probability=0.0)
     never.after_batch(final)
-    assert never.before_batch(40) is None
+    assert never.before_batch(torch.ones(40, dtype=torch.bool)) is None
 
 
 def test_clip_norm_limits_each_head_and_leaves_small_ones(make_model: ModelMaker) -> None:
@@ -109,7 +109,7 @@ def test_clip_norm_limits_each_head_and_leaves_small_ones(make_model: ModelMaker
     limit = float(torch.cat([norm.flatten() for norm in norms]).median())
     initial = passing(model, clip_norm=limit)
     initial.after_batch(final)
-    state = initial.before_batch(2)
+    state = initial.before_batch(torch.ones(2, dtype=torch.bool))
     assert state is not None
     for before, layer in zip(norms, state.layers, strict=True):
         after = torch.linalg.vector_norm(layer["recurrent"], dim=(-2, -1))
@@ -122,20 +122,20 @@ def test_another_batch_size_starts_from_zero(make_model: ModelMaker) -> None:
     model = make_model()
     initial = passing(model)
     initial.after_batch(final_state(model, 3))
-    assert initial.before_batch(2) is None
-    assert initial.before_batch(3) is not None
+    assert initial.before_batch(torch.ones(2, dtype=torch.bool)) is None
+    assert initial.before_batch(torch.ones(3, dtype=torch.bool)) is not None
 
 
 def test_state_dict_continues_exactly(make_model: ModelMaker) -> None:
     model = make_model()
     one = passing(model, probability=0.5)
     for seed in range(3):
-        one.before_batch(8)
+        one.before_batch(torch.ones(8, dtype=torch.bool))
         one.after_batch(final_state(model, 8, seed))
     other = passing(model, probability=0.5)
     other.load_state_dict({name: tensor.clone() for name, tensor in one.state_dict().items()})
     for seed in range(4):
-        a, b = one.before_batch(8), other.before_batch(8)
+        a, b = one.before_batch(torch.ones(8, dtype=torch.bool)), other.before_batch(torch.ones(8, dtype=torch.bool))
         assert (a is None) == (b is None)
         if a is not None and b is not None:
             for x, y in zip(a.layers, b.layers, strict=True):
@@ -144,14 +144,14 @@ def test_state_dict_continues_exactly(make_model: ModelMaker) -> None:
             initial.after_batch(final_state(model, 8, 10 + seed))
     fresh = passing(model)
     fresh.load_state_dict(passing(model).state_dict())
-    assert fresh.before_batch(2) is None
+    assert fresh.before_batch(torch.ones(2, dtype=torch.bool)) is None
 
 
 def test_zero_is_plain_training(make_model: ModelMaker) -> None:
     model = make_model()
     initial = make_initial_state(ZeroState(), model, 0, 0)
     initial.after_batch(final_state(model, 2))
-    assert initial.before_batch(2) is None
+    assert initial.before_batch(torch.ones(2, dtype=torch.bool)) is None
     assert initial.state_dict() == {}
     initial.load_state_dict({})
 
@@ -173,5 +173,18 @@ def test_carried_state_survives_changes_of_its_source(make_model: ModelMaker) ->
     final = final_state(model, 2)
     initial = passing(model)
     initial.after_batch(replace(final, position=final.position + 100))
-    state = initial.before_batch(2)
+    state = initial.before_batch(torch.ones(2, dtype=torch.bool))
     assert state is not None and state.position.tolist() == [0, 0]
+
+
+def test_text_only_leaves_sequences_of_tasks_at_zero(make_model: ModelMaker) -> None:
+    model = make_model(MIXERS["mamba2"])
+    initial = passing(model, text_only=True)
+    text = torch.tensor([True, False, True])
+    assert initial.before_batch(text) is None
+    final = model(torch.randint(0, 200, (3, 9))).past_key_values
+    initial.after_batch(final)
+    state = initial.before_batch(text)
+    assert state is not None
+    passed = [bool(state.layers[0]["recurrent"][row].abs().sum() > 0) for row in range(3)]
+    assert passed == [True, False, True]

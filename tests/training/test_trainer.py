@@ -75,7 +75,7 @@ def test_equals_a_loop_written_by_hand(make_recipe: MakeRecipe) -> None:
         labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
         loss = torch.zeros(())
         for batch in batches:
-            out = model(batch["input_ids"], past_key_values=initial.before_batch(3))
+            out = model(batch["input_ids"], past_key_values=initial.before_batch(torch.ones(3, dtype=torch.bool)))
             initial.after_batch(out.past_key_values)
             loss = loss + torch.nn.functional.cross_entropy(
                 out.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100, reduction="sum"

@@ -177,7 +177,7 @@ def _measure(step: Callable[[], None], tokens: int, repeats: int, device: torch.
 
 def as_text(facts: dict[str, Any]) -> str:
     """Return the result as an aligned table."""
-    from longrecall.surgery.summary import aligned
+    from longrecall.tables import aligned
 
     ops = facts["target"] == "ops"
     header = ("op", "what", "backend", "ms", "tokens/s", "x reference") if ops else ("what", "ms", "tokens/s")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from longrecall.errors import UserError
+from longrecall.tables import aligned
 from longrecall.units import format_length, parse_length
 
 _T = TypeVar("_T")
@@ -141,18 +142,9 @@ def as_table(result: dict[str, Any]) -> str:
         )
         for entry in result["results"]
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column > 2 else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    lines.append("")
-    lines += [f"{name}: {_number(value)}" for name, value in result["summary"].items()]
-    return "\n".join(lines)
+    rule = tuple("-" * max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = aligned([rows[0], rule, *rows[1:]], left=3)
+    return "\n".join([*lines, "", *(f"{name}: {_number(value)}" for name, value in result["summary"].items())])
 
 
 def _cell_value(key: str, value: float) -> str:

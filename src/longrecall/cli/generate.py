@@ -53,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
     text = _prompt(args)
     import longrecall
     from longrecall.evaluation.checkpoint import load_tokenizer
-    from longrecall.evaluation.results import check_writable
+    from longrecall.files import check_writable
 
     if args.save_state is not None:
-        check_writable(args.save_state)  # before hours of reading, not after
+        check_writable(args.save_state, "choose another --save-state")  # before hours of reading, not after
     model = longrecall.load(args.checkpoint, dtype=args.dtype, device=args.device)
     tokenizer = load_tokenizer(args.checkpoint, int(model.config.vocab_size))
     start = None if args.load_state is None else longrecall.RecurrentState.load(args.load_state, model)
@@ -130,20 +130,12 @@ def continue_from(
         out = cast(Any, model).generate(
             last_token,
             attention_mask=mask,
-            past_key_values=_markable(state.repeat_rows(args.beams)),
+            past_key_values=state,
             eos_token_id=end,
             pad_token_id=pad,
             **options,
         )
     return [int(token) for token in out[0, 1:]]
-
-
-def _markable(state: RecurrentState) -> RecurrentState:
-    """Return an equal state with what transformers asks of a cache that it is given: room for a mark, no compiling."""
-    from longrecall.models.state import RecurrentState
-
-    kind = type("MarkableState", (RecurrentState,), {"__setattr__": object.__setattr__, "is_compileable": False})
-    return cast(RecurrentState, kind(state.layers, state.position, state.length))
 
 
 def _random_devices(device: torch.device) -> list[torch.device]:

@@ -75,7 +75,7 @@ def describe(checkpoint: Checkpoint, path: str, context: int | None) -> dict[str
 
 def as_text(facts: dict[str, Any]) -> str:
     """Return the data of `describe` as the lines that a person reads."""
-    from longrecall.surgery.summary import aligned
+    from longrecall.tables import aligned
 
     rows = [("layer", "mixer", "sizes", "state", "parameters")]
     for layer in facts["layers"]:

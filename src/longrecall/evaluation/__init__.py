@@ -2,7 +2,7 @@
 
 from longrecall.evaluation.checkpoint import evaluate_checkpoint
 from longrecall.evaluation.engine import evaluate
-from longrecall.evaluation.results import capacity, check_result, read_result, summarise, write_json
+from longrecall.evaluation.results import capacity, check_result, read_result, summarise
 from longrecall.evaluation.statistics import (
     bootstrap_mean_interval,
     bootstrap_ratio_interval,
@@ -21,5 +21,4 @@ __all__ = [
     "read_result",
     "summarise",
     "wilson_interval",
-    "write_json",
 ]

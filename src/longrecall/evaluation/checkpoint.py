@@ -10,7 +10,7 @@ import torch
 
 from longrecall.errors import UserError
 from longrecall.evaluation.engine import create_tasks, describe_model, evaluate
-from longrecall.evaluation.results import check_writable
+from longrecall.files import check_writable
 from longrecall.models.byte_tokenizer import VOCABULARY, byte_tokenizer
 from longrecall.models.checkpoint import open_checkpoint
 from longrecall.models.loading import load

@@ -17,14 +17,13 @@ from longrecall.evaluation.position_loss import PositionLoss
 from longrecall.evaluation.recall import run_cell, sequences_needed
 from longrecall.evaluation.results import (
     SCHEMA,
-    check_writable,
     environment,
     now,
     read_json,
     read_result,
     summarise,
-    write_json,
 )
+from longrecall.files import check_writable, write_json
 from longrecall.tasks.bits_per_byte import BitsPerByte
 from longrecall.tasks.encoding import PieceEncoder, cell_key
 from longrecall.tasks.registry import RecallTask, Task, create_task

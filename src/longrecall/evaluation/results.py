@@ -1,12 +1,10 @@
-"""Result files: written whole or not at all, checked when read (docs/architecture.md, "Result files")."""
+"""Result files, checked when read (docs/architecture.md, "Result files"); `longrecall.files` writes them."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
-import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,48 +13,6 @@ from longrecall.errors import UserError
 
 SCHEMA = 1
 CAPACITY_THRESHOLD = 0.9
-
-
-def write_json(path: str | Path, data: dict[str, Any]) -> None:
-    """Write `data` to a temporary file beside `path`, then rename it: readers see the old or the new file, whole.
-
-    NaN and infinity are refused (ValueError): they are no JSON. Raises `UserError` when the place cannot be written.
-    """
-    path = Path(path)
-    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # mkstemp makes private files; a result is as readable as any other file the user writes.
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-        raise UserError(f"cannot write {path}: {error.strerror or error}; choose another --out") from error
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
-
-
-def check_writable(path: str | Path) -> None:
-    """Raise `UserError` now if a result could not be written to `path` later; leaves no file behind."""
-    path = Path(path)
-    if path.is_dir():
-        raise UserError(f"cannot write {path}: it is a folder; choose another --out")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}; choose another --out") from error
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

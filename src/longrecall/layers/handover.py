@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from longrecall.errors import UserError
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
 
 
@@ -17,20 +16,10 @@ class HandoverConfig(MixerConfig):
     """Two mixers in one layer."""
 
     type: ClassVar[str] = "handover"
+    nested: ClassVar[tuple[str, ...]] = ("old", "new")
 
     old: MixerConfig
     new: MixerConfig
-
-    @classmethod
-    def from_dict(cls, description: dict[str, Any]) -> Self:
-        from longrecall.layers.mixers.registry import mixer_config
-
-        given = {key: value for key, value in description.items() if key != "type"}
-        if set(given) != {"old", "new"}:
-            raise UserError(
-                f'mixer "handover" needs exactly "old" and "new", got {", ".join(sorted(given)) or "nothing"}'
-            )
-        return cls(old=mixer_config(given["old"]), new=mixer_config(given["new"]))
 
     def to_dict(self) -> dict[str, Any]:
         return {"type": self.type, "old": self.old.to_dict(), "new": self.new.to_dict()}

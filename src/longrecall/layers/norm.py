@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019); statistics per group of channels if asked."""
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019); with groups, an rms for each of them."""
 
     def __init__(self, size: int, eps: float = 1e-5, groups: int = 1) -> None:
         super().__init__()

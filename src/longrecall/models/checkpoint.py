@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longrecall.errors import UserError, did_you_mean
+from longrecall.models.accounting import account
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.formats import detect
 from longrecall.models.formats.hub import COMPANION_PATTERNS, locate
@@ -274,7 +275,7 @@ class CheckpointWriter:
         dtype = self._dtypes["model.embeddings.weight"]
         if self._surgery:
             self._write(SURGERY_FILE, json.dumps(self._surgery, indent=2, default=str) + "\n")
-        parameters = sum(torch.Size(shape).numel() for shape in self._expected.values())
+        parameters = account(self._config).parameters
         short = str(dtype).removeprefix("torch.")
         self._write("README.md", model_card(self._config, parameters, short, self._surgery))
         stored = self._config.to_diff_dict() | {

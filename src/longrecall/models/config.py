@@ -80,7 +80,7 @@ class RecurrentConfig(PreTrainedConfig):
         self.context_length = context_length
         self.initializer_range = initializer_range
         self.layers = [LayerConfig.from_dict(layer, index).to_dict() for index, layer in enumerate(layers)]
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        super().__init__(**{"tie_word_embeddings": tie_word_embeddings, **kwargs})
 
     @property
     def num_hidden_layers(self) -> int:

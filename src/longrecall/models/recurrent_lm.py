@@ -6,15 +6,15 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GenerationMixin, PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
-from longrecall.layers.convolution import ShortConvolution
+from longrecall.errors import UserError
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mlp import SwiGLU
 from longrecall.layers.norm import RMSNorm
@@ -31,7 +31,7 @@ class RecurrentOutput(ModelOutput):
         loss: mean cross-entropy (nats per label) when labels were given.
         logits: ``[B, T, vocab]``, or the last `logits_to_keep` positions of it.
         past_key_values: the new RecurrentState, None with ``use_cache=False``.
-        hidden_states: with ``output_hidden_states=True`` the residual stream before every layer and after the last norm.
+        hidden_states: the residual stream before every layer and after the last norm, if asked for.
     """
 
     loss: Tensor | None = None
@@ -68,12 +68,12 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     config_class = RecurrentConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("RecurrentLayer",)
+    _no_split_modules = ["RecurrentLayer"]  # noqa: RUF012 (transformers' own protocol)
     _is_stateful = True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Projections normal(0, initializer_range), those that write to the residual stream divided by sqrt(2 * layers)."""
+        """Projections normal(0, initializer_range); those into the residual stream divided by sqrt(2 * layers)."""
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)
@@ -81,8 +81,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
                 nn.init.zeros_(module.bias)
         elif isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
-        elif isinstance(module, ShortConvolution) or hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
         if isinstance(module, RecurrentLayer):
             scale = std / math.sqrt(2 * max(1, self.config.num_hidden_layers))
             for name, parameter in module.named_parameters():
@@ -107,12 +107,12 @@ class RecurrentModel(RecurrentPreTrainedModel):
         return self.embeddings
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embeddings = value
+        self.embeddings = cast(nn.Embedding, value)
 
     def forward(
         self, x: Tensor, state: RecurrentState | None, mask: Tensor | None, keep_hidden: bool = False
     ) -> tuple[Tensor, RecurrentState, list[Tensor]]:
-        """Embeddings ``[B, T, d]`` and a state -> normed stream ``[B, T, d]``, the new state, streams when asked for."""
+        """Embeddings ``[B, T, d]``, a state -> normed stream ``[B, T, d]``, the new state, streams if asked for."""
         dtype = x.dtype
         if self.config.residual_in_fp32 and dtype != torch.float64:
             x = x.float()
@@ -141,6 +141,9 @@ class RecurrentLM(RecurrentPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012 (transformers' own protocol)
 
+    model: RecurrentModel
+    lm_head: nn.Linear
+
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__(config)
         self.model = RecurrentModel(config)
@@ -151,13 +154,13 @@ class RecurrentLM(RecurrentPreTrainedModel, GenerationMixin):
         return self.model.embeddings
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.embeddings = value  # type: ignore[assignment]
+        self.model.set_input_embeddings(value)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.lm_head = new_embeddings  # type: ignore[assignment]
+        self.lm_head = cast(nn.Linear, new_embeddings)
 
     def forward(
         self,
@@ -223,7 +226,7 @@ class RecurrentLM(RecurrentPreTrainedModel, GenerationMixin):
         return self.config.state_size()
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over the layer descriptions and every tensor: two models agree only if they compute the same."""
+        """SHA-256 (hex) over the layer descriptions and every tensor: equal only for models that compute the same."""
         digest = hashlib.sha256(json.dumps(self.config.layers, sort_keys=True).encode())
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -233,6 +236,38 @@ class RecurrentLM(RecurrentPreTrainedModel, GenerationMixin):
     def _reorder_cache(self, past_key_values: RecurrentState, beam_idx: Tensor) -> RecurrentState:
         """Beam search: the state of the chosen beams, as a new value."""
         return past_key_values.select_rows(beam_idx)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        """Take a given state as it is (transformers would write a mark into it), one row for each beam or sample.
+
+        Raises:
+            UserError: an attention mask that does not cover the tokens which the state has read: transformers tells by
+                it whether the prompt repeats them, and would silently skip the beginning of a prompt that does not.
+        """
+        state = model_kwargs.get("past_key_values")
+        if not isinstance(state, RecurrentState):
+            return cast(Any, super())._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+        mask = model_kwargs.get("attention_mask")
+        # Newer versions of transformers drop a mask of ones and keep its width.
+        width = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+        if width is not None and 0 < width <= state.length:
+            raise UserError(
+                f"the attention mask has {width} columns, but the given state has read {state.length} already; "
+                "pass a mask for those and the new tokens together, e.g. torch.ones(rows, state.length + new)"
+            )
+        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if copies > 1 and state.batch_size == batch_size:
+            model_kwargs["past_key_values"] = state.repeat_rows(copies)
+        return None
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,6 +32,9 @@ class RecurrentState:
         position: int64 ``[B]``: real (unpadded) tokens each row has read.
         length: columns read, padding included; what transformers calls the cache's sequence length.
     """
+
+    is_compileable: ClassVar[bool] = False
+    """generate() asks every cache; a state that is a new value after each step has no fixed memory to compile for."""
 
     layers: tuple[LayerState, ...]
     position: Tensor
@@ -92,8 +96,11 @@ class RecurrentState:
             save_file(tensors, partial, metadata=metadata)
             partial.replace(path)
         except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
-            raise UserError(f"cannot write the state file {path}: {error}. Choose another place.") from error
+            # The parent may be a file: then there is nothing to remove, and unlink says so with an error of its own.
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            raise UserError(f"cannot write the state file {path}: {reason}; choose another place") from error
 
     @classmethod
     def load(cls, path: str | Path, model: RecurrentLM) -> RecurrentState:

@@ -19,6 +19,8 @@ from torch.nn import functional as F
 
 CHUNK = 64
 SUB_BLOCK = 16
+# Chunks worked on together: on the CPU few enough to stay near the cache, elsewhere enough to fill the device.
+SEGMENT_CHUNKS_CPU = 8
 SEGMENT_CHUNKS = 16
 # exp(-30) = 9e-14 is nothing beside float32's 6e-8, and a bounded cumulative sum keeps its low bits.
 STRONGEST_DECAY = {torch.float32: -30.0, torch.float64: -700.0}
@@ -34,7 +36,7 @@ def gated_linear_attention(
 def merged_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, mixing: Tensor, scale: float, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same contract as `reference.merged_linear_attention`; the scores of a chunk are mixed before they meet the values."""
+    """Same contract as `reference.merged_linear_attention`; a chunk's scores are mixed before they meet the values."""
     return _over_segments(q, k, v, log_decay, mixing.to(v.dtype), scale, state)
 
 
@@ -44,12 +46,13 @@ def _over_segments(
     if log_decay is not None:
         log_decay = log_decay.clamp(min=STRONGEST_DECAY[log_decay.dtype])
     q = q * scale
+    # split, not slices: the backward of a slice fills a tensor of the whole length.
+    step = CHUNK * segment_chunks(q)
+    pieces = [x.split(step, dim=1) for x in (q, k, v)]
+    decays = [None] * len(pieces[0]) if log_decay is None else log_decay.split(step, dim=1)
     outputs = []
-    step = CHUNK * SEGMENT_CHUNKS
-    for start in range(0, q.shape[1], step):
-        piece = slice(start, start + step)
-        decay = None if log_decay is None else log_decay[:, piece]
-        out, state = _segment(q[:, piece], k[:, piece], v[:, piece], decay, mixing, state)
+    for q_n, k_n, v_n, decay in zip(*pieces, decays, strict=True):
+        out, state = _segment(q_n, k_n, v_n, decay, mixing, state)
         outputs.append(out)
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), state
 
@@ -69,7 +72,7 @@ def _segment(
     else:
         scores, increments, total, scale_in = _head_decay(q, k, values, log_decay)
     before, state = carry(increments, total, state.unflatten(1, (groups, -1)))
-    inter = q[:, :, None] @ before
+    inter = torch.einsum("bgnck,bgrnkv->bgrncv", q, before)
     if scale_in is not None:
         inter = inter * scale_in
     if mixing is None:
@@ -82,7 +85,7 @@ def _segment(
 def _channel_decay(
     q: Tensor, k: Tensor, values: Tensor, log_decay: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
-    """Scores, state increments, total log decay of each chunk and the decayed queries, for one decay per key channel."""
+    """Scores, state increments, total log decay of each chunk and decayed queries, for one decay per key channel."""
     cumulative = to_chunks(log_decay).cumsum(-2)
     last = cumulative[..., -1:, :]
     keys = (k * (last - cumulative).exp()).transpose(-1, -2)[:, :, None]
@@ -93,19 +96,21 @@ def _channel_decay(
 def _head_decay(
     q: Tensor, k: Tensor, values: Tensor, log_decay: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Scores, state increments, total log decay of each chunk and the decay of queries, for one decay per head (or none)."""
+    """Scores, state increments, total log decay of each chunk, decay of queries; for one decay per head, or none."""
     size, groups = q.shape[-2], q.shape[1]
     causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     scores = (q @ k.transpose(-1, -2)).masked_fill(~causal, 0.0)[:, :, None]
-    keys = k.transpose(-1, -2)[:, :, None]
+    # einsum, not a product with k[:, :, None]: one wide product for the heads of a group, and k is not repeated.
+    increments = "bgnck,bgrncv->bgrnkv"
     if log_decay is None:
         total = q.new_zeros((*values.shape[:4], 1))
-        return scores, keys @ values, total, None
+        return scores, torch.einsum(increments, k, values), total, None
     decay = F.pad(log_decay, (0, 0, 0, -log_decay.shape[1] % size)).unflatten(1, (-1, size))
     cumulative = decay.movedim(-1, 1).cumsum(-1).unflatten(1, (groups, -1))
     between = (cumulative[..., :, None] - cumulative[..., None, :]).masked_fill(~causal, 0.0).exp()
     to_end = (cumulative[..., -1:] - cumulative).exp()[..., None]
-    return scores * between, keys @ (values * to_end), cumulative[..., -1:], cumulative.exp()[..., None]
+    written = torch.einsum(increments, k, values * to_end)
+    return scores * between, written, cumulative[..., -1:], cumulative.exp()[..., None]
 
 
 def _mixed(scores: Tensor, v: Tensor, inter: Tensor, mixing: Tensor) -> Tensor:
@@ -166,7 +171,8 @@ def carry(increments: Tensor, total: Tensor, state: Tensor) -> tuple[Tensor, Ten
 def to_chunks(x: Tensor) -> Tensor:
     """``[B, T, H, D]`` -> ``[B, H, N, C, D]``, padded at the end with zeros; C shrinks for short sequences."""
     size = chunk_size(x.shape[1])
-    return F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size)).movedim(3, 1)
+    chunks: Tensor = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size)).movedim(3, 1)
+    return chunks
 
 
 def from_chunks(x: Tensor, length: int) -> Tensor:
@@ -177,3 +183,8 @@ def from_chunks(x: Tensor, length: int) -> Tensor:
 def chunk_size(length: int) -> int:
     """The chunk length: `CHUNK`, or the next multiple of `SUB_BLOCK` for shorter sequences."""
     return min(CHUNK, -(-length // SUB_BLOCK) * SUB_BLOCK)
+
+
+def segment_chunks(x: Tensor) -> int:
+    """How many chunks to work on together on the device of `x`."""
+    return SEGMENT_CHUNKS_CPU if x.device.type == "cpu" else SEGMENT_CHUNKS

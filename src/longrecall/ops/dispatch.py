@@ -1,7 +1,6 @@
 """The public recurrences: check the inputs, choose a backend, run it in the accumulation dtype.
 
-A backend is a pair of functions and a reason: `available(op, ...)` returns None when it can serve the call and a sentence
-when it cannot, so that `longrecall info --backends` and error messages can say why.
+A backend has one function per op, and a sentence that says what it is good for.
 """
 
 from __future__ import annotations
@@ -67,7 +66,9 @@ def gated_linear_attention(
     backend: str | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Gated linear attention, :math:`S_t = \mathrm{diag}(e^{g_t}) S_{t-1} + k_t^\top v_t,\; o_t = \mathrm{scale}\, q_t S_t`.
+    r"""Gated linear attention.
+
+    .. math:: S_t = \mathrm{diag}(e^{g_t}) S_{t-1} + k_t^\top v_t, \qquad o_t = \mathrm{scale}\, q_t S_t
 
     Source: Yang et al. 2024 (GLA), equation 3; StateX, equation 2. With one decay per head it is RetNet and Mamba-2.
 
@@ -105,7 +106,10 @@ def gated_delta_rule(
     backend: str | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Gated delta rule, :math:`S_t = e^{g_t}(I - \beta_t k_t k_t^\top) S_{t-1} + \beta_t k_t v_t^\top,\; o_t = \mathrm{scale}\, q_t S_t`.
+    r"""Gated delta rule.
+
+    .. math:: S_t = e^{g_t}(I - \beta_t k_t k_t^\top) S_{t-1} + \beta_t k_t v_t^\top, \qquad
+              o_t = \mathrm{scale}\, q_t S_t
 
     Source: Yang et al. 2025 (Gated DeltaNet), equation 10; `log_decay` None gives DeltaNet (Yang et al. 2024b).
     Keys are taken as given: normalise outside. `log_decay` ``[B, T, H]`` or None; `beta` ``[B, T, H]``; all else, and
@@ -133,8 +137,8 @@ def merged_linear_attention(
 ) -> tuple[Tensor, Tensor]:
     r"""Merged heads: every key head writes the values of all heads, and a matrix mixes what the queries read.
 
-    :math:`o_{t,h'} = \mathrm{scale} \sum_h M_{hh'} q_{t,h} S_t[h, h']`. Source: StateX, section 4.1 (M of ones is its merged
-    head, M = I the layer before the merge). `mixing` ``[H, H]``, q, k and v have H heads, the state is
+    :math:`o_{t,h'} = \mathrm{scale} \sum_h M_{hh'} q_{t,h} S_t[h, h']`. Source: StateX, section 4.1 (M of ones is its
+    merged head, M = I the layer before the merge). `mixing` ``[H, H]``, q, k and v have H heads, the state is
     ``[B, H, K, H * V]``; all else as in `gated_linear_attention`.
     """
     check_attention_inputs(q, k, v, log_decay)

@@ -19,8 +19,8 @@ def gated_linear_attention(
 
     .. math:: S_t = \mathrm{diag}(e^{g_t}) S_{t-1} + k_t^\top v_t, \qquad o_t = \mathrm{scale} \cdot q_t S_t
 
-    `q`, `k` ``[B, T, G, K]`` with G dividing H; `v` ``[B, T, H, V]``; `log_decay` ``[B, T, G, K]``, ``[B, T, H]`` or None;
-    `state` ``[B, H, K, V]``. Returns outputs ``[B, T, H, V]`` and the final state.
+    `q`, `k` ``[B, T, G, K]`` with G dividing H; `v` ``[B, T, H, V]``; `log_decay` ``[B, T, G, K]``, ``[B, T, H]`` or
+    None; `state` ``[B, H, K, V]``. Returns outputs ``[B, T, H, V]`` and the final state.
     """
     heads = v.shape[2]
     q, k = repeat_heads(q, heads), repeat_heads(k, heads)
@@ -39,7 +39,8 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     r"""Gated delta rule (Yang et al. 2025, equation 10); without decay the delta rule (Yang et al. 2024b).
 
-    .. math:: S_t = e^{g_t} (I - \beta_t k_t k_t^\top) S_{t-1} + \beta_t k_t v_t^\top, \qquad o_t = \mathrm{scale} \cdot q_t S_t
+    .. math:: S_t = e^{g_t} (I - \beta_t k_t k_t^\top) S_{t-1} + \beta_t k_t v_t^\top, \qquad
+              o_t = \mathrm{scale} \cdot q_t S_t
 
     Shapes as above; `log_decay` ``[B, T, H]`` or None, `beta` ``[B, T, H]``. Keys are taken as given.
     """
@@ -60,7 +61,7 @@ def gated_delta_rule(
 def merged_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, mixing: Tensor, scale: float, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    r"""Gated linear attention in which every key head writes the values of all heads (StateX, equation 4, with a mixing matrix).
+    r"""Gated linear attention whose key heads each write the values of all heads (StateX, equation 4, and a mixing).
 
     .. math:: S_t[h, h'] = \mathrm{diag}(e^{g_{t,h}}) S_{t-1}[h, h'] + k_{t,h}^\top v_{t,h'}, \qquad
               o_{t,h'} = \mathrm{scale} \sum_h M[h, h'] \, q_{t,h} S_t[h, h']

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
+from importlib import resources
 from pathlib import Path
 
 from longrecall import __version__
 from longrecall.errors import UserError
+from longrecall.files import write_text
 from longrecall.report.inputs import read_inputs
 
 _TITLE = "What the model remembers, before and after"
@@ -49,27 +47,7 @@ def build_report(
         raise UserError(f"a report needs {error.name}; install it with pip install 'longrecall[report]'") from error
     template = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).from_string(files("longrecall.report").joinpath("page.html.j2").read_text(encoding="utf-8"))
+    ).from_string(resources.files("longrecall.report").joinpath("page.html.j2").read_text(encoding="utf-8"))
     page = template.render(title=title or _TITLE, sections=all_sections(inputs), version=__version__)
-    return _write(Path(out), page)
-
-
-def _write(path: Path, text: str) -> Path:
-    temporary = None
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(None, "it is a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-        raise UserError(f"cannot write {path}: {error.strerror or error}; choose another -o") from error
-    return path
+    write_text(out, page, "choose another -o")
+    return Path(out)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from longrecall.models.accounting import ModelAccount
+from longrecall.tables import aligned
 
 
 @dataclass(frozen=True)
@@ -114,18 +115,6 @@ def layer_changes(before: ModelAccount, after: ModelAccount, chosen: Sequence[in
         )
         for old, new in zip(before.layers, after.layers, strict=True)
     )
-
-
-def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Return rows as lines of equal columns: the first `left` columns flush left, the others flush right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _arrow(before: str, after: str) -> str:

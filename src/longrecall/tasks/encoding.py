@@ -69,12 +69,17 @@ class PieceEncoder:
 
     A sequence is the concatenation of its pieces' tokens, so the tokens of a number are known exactly whatever the
     tokenizer merges elsewhere.
+
+    `opening` is what stands before all pieces: the tokenizer's beginning-of-text token (`bos_token_id`), which a model
+    has read before every document of its training; empty where the tokenizer has none.
     """
 
     def __init__(self, tokenizer: TextEncoder, capacity: int = 65536) -> None:
         self._tokenizer = tokenizer
         self._capacity = capacity
         self._known: dict[str, tuple[int, ...]] = {}
+        begin = getattr(tokenizer, "bos_token_id", None)
+        self.opening: tuple[int, ...] = () if begin is None else (int(begin),)
 
     def __call__(self, text: str) -> tuple[int, ...]:
         """Return the token ids of `text`, without special tokens."""

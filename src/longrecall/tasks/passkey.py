@@ -15,7 +15,8 @@ Forms:
 
 The haystack is filled to an exact number of tokens: whole noise lines, and before them the last tokens of one more
 line, so that each line but the first is whole. `depth` is the share of these lines that stands before the needle:
-0 = first, 1 = last.
+0 = first, 1 = last. Unless `opening` is false, the tokenizer's beginning-of-text token, where it has one, stands before
+everything.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class _Frame:
         return length - self.smallest
 
 
-def _frame(encode: PieceEncoder, key: str, form: str) -> _Frame:
+def _frame(encode: PieceEncoder, key: str, form: str, opening: bool) -> _Frame:
     before, suffix = FORMS[form]
     lead, answer = encode.answer(key)
     needle: list[int] = []
@@ -97,7 +98,7 @@ def _frame(encode: PieceEncoder, key: str, form: str) -> _Frame:
             needle.extend(lead + answer)
             mention.extend([0] * len(lead) + [index + 1] * len(answer))
     return _Frame(
-        before=_array(encode(before) if before else ()),
+        before=_array((encode.opening if opening else ()) + (encode(before) if before else ())),
         needle=_array(needle),
         mention=np.array(mention, dtype=np.int8),
         suffix=_array(encode(suffix) + lead),
@@ -143,15 +144,17 @@ def passkey_sequence(
     digits: int = 5,
     form: str = "statex",
     label_needle: bool = False,
+    opening: bool = True,
 ) -> tuple[Ints, Ints]:
     """Return (input_ids, labels), int64 [length] each: one training sequence, the answer included.
 
+    `opening`: begin with the tokenizer's beginning-of-text token, which counts in `length`.
     The needle stands after a uniformly drawn number of noise lines. Labelled are the tokens of the answer and, with
     `label_needle`, of the key's second mention inside the needle, which a model can already copy from the first.
     """
     _check_options(form, digits)
     encode = tokenizer if isinstance(tokenizer, PieceEncoder) else PieceEncoder(tokenizer)
-    frame = _frame(encode, _draw_key(generator, digits), form)
+    frame = _frame(encode, _draw_key(generator, digits), form, opening)
     prompt = length - len(frame.answer)
     lines = _lines(frame.room(prompt), len(frame.noise))
     return _assemble(frame, prompt, int(draw_integers(generator, lines + 1, ())[()]), label_needle)
@@ -172,13 +175,16 @@ def passkey_byte_batch(
     form: str = "statex",
     label_needle: bool = False,
 ) -> tuple[Ints, Ints]:
-    """Return (input_ids, labels), both int64 [rows, length]: `passkey_sequence` over bytes, row by row at once."""
+    """Return (input_ids, labels), both int64 [rows, length]: `passkey_sequence` over bytes, all rows at once.
+
+    There is no beginning-of-text token: that is for the caller to put in front.
+    """
     _check_options(form, digits)
     if rows < 1:
         raise UserError(f"passkey: rows must be at least 1, got {rows}")
     # Bytes above 127 cannot occur in the text, so they mark where each digit of the key belongs.
     marks = np.arange(digits, dtype=np.int64) + 128
-    blank = _frame(PieceEncoder(_Bytes()), "0" * digits, form)
+    blank = _frame(PieceEncoder(_Bytes()), "0" * digits, form, opening=False)
     needle = blank.needle.copy()
     for mention in (1, 2):
         needle[blank.mention == mention] = marks
@@ -201,12 +207,14 @@ class Passkey:
     """The evaluation task: cells ``{"length", "depth"}``, one key per sample.
 
     A prompt has exactly `length` tokens, the needle and the question included and the answer excluded. `depths` are
-    shares of the noise lines before the needle, in [0, 1]; `digits` independent digits make a key.
+    shares of the noise lines before the needle, in [0, 1]; `digits` independent digits make a key. `opening`: begin the
+    prompt with the tokenizer's beginning-of-text token, where it has one; it counts in `length`.
     """
 
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     digits: int = 5
     form: str = "statex"
+    opening: bool = True
 
     name: ClassVar[str] = "passkey"
 
@@ -229,7 +237,7 @@ class Passkey:
     def sample(self, encode: PieceEncoder, cell: Cell, index: int, seed: int) -> Sample:
         """Return sample `index` of `cell`; the same bytes for the same arguments on every platform."""
         generator = sample_generator(seed, self.name, cell, index)
-        frame = _frame(encode, _draw_key(generator, self.digits), self.form)
+        frame = _frame(encode, _draw_key(generator, self.digits), self.form, self.opening)
         length = int(cell["length"])
         lines = _lines(frame.room(length), len(frame.noise))
         # Half-way cases go up, as in school: Python's round() would send them to the even neighbour.

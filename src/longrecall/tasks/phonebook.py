@@ -10,6 +10,7 @@ Entry lines are ``{name} {number}\n``, query lines ``?{name} {number}\n``. The n
 training text every query is drawn afresh from all pairs: were each pair asked once a round, a model could answer the
 later queries by elimination, and small models learn just that instead of recall. In evaluation at most half of the
 pairs are asked, each once. Distractor text, when there is any, stands between the last entry and the first query.
+Unless `opening` is false, the tokenizer's beginning-of-text token, where it has one, stands before everything.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def phonebook_byte_batch(
 ) -> tuple[Ints, Ints]:
     """Return (input_ids, labels), both int64 [rows, length]: phone books as bytes, queries until full.
 
+    There is no beginning-of-text token: that is for the caller to put in front.
     `pairs` int [rows] is the number of entries of each row. The last query may be cut; the digits of a cut number are
     not labelled. No Python loop runs over rows. Raises `UserError` when a book with one query does not fit.
     """
@@ -184,11 +186,13 @@ def phonebook_sequence(
     pairs: tuple[int, int] = (2, 16),
     letters: int = 2,
     digits: int = 2,
+    opening: bool = True,
 ) -> tuple[Ints, Ints]:
     """Return (input_ids, labels), int64 [length] each: one training sequence of exactly `length` tokens.
 
     The number of pairs is uniform in `pairs` (both ends included), bounded by what leaves room for a query; queries
-    follow until the sequence is full. Pass a `PieceEncoder` to share its memory between calls.
+    follow until the sequence is full. Pass a `PieceEncoder` to share its memory between calls. `opening`: begin with
+    the tokenizer's beginning-of-text token, which counts in `length`.
     """
     low, high = pairs
     if low > high:
@@ -198,7 +202,8 @@ def phonebook_sequence(
     # A line has at least one token, so no more than `length` pairs can fit.
     book = _draw_book(generator, encode, max(low, min(high, 26**letters, length)), letters, digits)
     sizes = [book.entry_size(pair) for pair in range(len(book.names))]
-    room = length - max(book.query_size(pair) for pair in range(len(book.names)))
+    begin = encode.opening if opening else ()
+    room = length - len(begin) - max(book.query_size(pair) for pair in range(len(book.names)))
     fitting = int(np.searchsorted(np.cumsum(sizes), room, side="right"))
     if fitting < low:
         raise UserError(
@@ -207,6 +212,7 @@ def phonebook_sequence(
     count = low + int(draw_integers(generator, min(high, fitting) - low + 1, ())[()])
     book = _Book(book.names[:count], book.leads[:count], book.numbers[:count], book.question, book.newline)
     writer = _Writer()
+    writer.add(begin)
     for pair in range(count):
         writer.add_line(book, pair, query=False, limit=None)
     _ask(generator, writer, book, None, length)
@@ -220,6 +226,7 @@ class Phonebook:
     `pairs`: numbers of associations. `distances`: tokens of distractor text between the last entry and the first query.
     `queries`: per sequence, of distinct pairs (None: half of the pairs, at least 1 and at most 8). `length`: fill to
     exactly this many tokens with independent queries instead. `distractor`: the text that distances are cut from.
+    `opening`: begin every sequence with the tokenizer's beginning-of-text token, where it has one.
     """
 
     pairs: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
@@ -229,6 +236,7 @@ class Phonebook:
     queries: int | None = None
     length: int | None = None
     distractor: str = ""
+    opening: bool = True
 
     name: ClassVar[str] = "phonebook"
 
@@ -244,6 +252,11 @@ class Phonebook:
             raise UserError("phonebook: a distance above 0 needs distractor text; give a text file (--text)")
         if self.queries is not None and self.queries < 1:
             raise UserError(f"phonebook: queries must be at least 1 per sequence, got {self.queries}")
+        if self.queries is not None and self.queries > min(self.pairs):
+            raise UserError(
+                f"phonebook: {self.queries} queries of distinct pairs need as many pairs, got pairs {min(self.pairs)}; "
+                "ask for fewer queries or more pairs"
+            )
         if self.queries is not None and self.length is not None:
             raise UserError("phonebook: give either a number of queries or a length to fill, not both")
 
@@ -257,7 +270,7 @@ class Phonebook:
         return 1 if self.length is not None else self._queries(int(cell["pairs"]))
 
     def _queries(self, pairs: int) -> int:
-        return min(pairs, self.queries) if self.queries is not None else max(1, min(8, pairs // 2))
+        return self.queries if self.queries is not None else max(1, min(8, pairs // 2))
 
     def sample(self, encode: PieceEncoder, cell: Cell, index: int, seed: int) -> Sample:
         """Return sample `index` of `cell`; the same bytes for the same arguments on every platform."""
@@ -265,6 +278,7 @@ class Phonebook:
         pairs, distance = int(cell["pairs"]), int(cell["distance"])
         book = _draw_book(generator, encode, pairs, self.letters, self.digits)
         writer = _Writer()
+        writer.add(encode.opening if self.opening else ())
         for pair in range(pairs):
             writer.add_line(book, pair, query=False, limit=None)
         if distance:

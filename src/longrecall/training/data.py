@@ -35,7 +35,8 @@ CHUNK_BYTES_PER_TOKEN = 64
 MIXTURE_STREAM = 3
 
 Batch = dict[str, Any]
-"""`input_ids`, `labels` int64 ``[B, T]``; `origin`: where each row is from; `first`: number of its first sequence."""
+"""`input_ids`, `labels` int64 ``[B, T]``; `text` bool ``[B]``: running text, not a task; `origin`: where each row is
+from; `first`: number of its first sequence."""
 
 
 class DocumentEncoder:
@@ -88,16 +89,18 @@ class BatchStream(IterableDataset[Batch]):
 
     def next_batch(self) -> Batch:
         """Return the next batch."""
-        rows, first = [], self._sequence
+        rows, text, first = [], [], self._sequence
         for _ in range(self._batch_size):
             draw = random_generator(self._seed, self._rank, self._sequence, MIXTURE_STREAM).random()
             # The last cumulative weight can fall short of 1 by rounding.
             source = min(int(np.searchsorted(self._cumulative, draw, side="right")), len(self._sources) - 1)
             rows.append(self._sources[source].next())
+            text.append(not isinstance(self._sources[source], TaskSource))
             self._sequence += 1
         return {
             "input_ids": torch.from_numpy(np.stack([row.input_ids for row in rows])),
             "labels": torch.from_numpy(np.stack([row.labels for row in rows])),
+            "text": torch.tensor(text),
             "origin": [row.origin for row in rows],
             "first": first,
         }

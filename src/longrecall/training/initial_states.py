@@ -28,8 +28,8 @@ PASSING_STREAM = 4
 class InitialState(Protocol):
     """What the trainer asks before and after every forward pass (with gradient accumulation: every micro-batch)."""
 
-    def before_batch(self, batch_size: int) -> RecurrentState | None:
-        """Return the state the next batch starts from; None = the zero state."""
+    def before_batch(self, text: Tensor) -> RecurrentState | None:
+        """Return the state the next batch starts from (None = zeros); `text` bool ``[B]``: the rows of running text."""
 
     def after_batch(self, final: RecurrentState) -> None:
         """See the state that the batch ended in (with its history of gradients)."""
@@ -44,7 +44,7 @@ class InitialState(Protocol):
 class Zero:
     """Every sequence starts from the zero state: plain training."""
 
-    def before_batch(self, batch_size: int) -> RecurrentState | None:
+    def before_batch(self, text: Tensor) -> RecurrentState | None:
         """Return None."""
         return None
 
@@ -71,14 +71,17 @@ class StatePassing:
         self._carried: tuple[LayerState, ...] | None = None
         self._batches = 0
 
-    def before_batch(self, batch_size: int) -> RecurrentState | None:
+    def before_batch(self, text: Tensor) -> RecurrentState | None:
         """Return the passed state, or None in the first batch and when no row gets one."""
+        batch_size = len(text)
         draws = random_generator(self._seed, self._rank, self._batches, PASSING_STREAM).random(batch_size)
         self._batches += 1
         carried = self._carried
         if carried is None or any(tensor.shape[0] != batch_size for layer in carried for tensor in layer.values()):
             return None
         passed = torch.from_numpy(draws < self._recipe.probability)
+        if self._recipe.text_only:
+            passed = passed & text.cpu()
         if not bool(passed.any()):
             return None
         zero = self._model.zero_state(batch_size)

@@ -15,9 +15,11 @@ import torch
 from tqdm import tqdm
 
 from longrecall.errors import UserError
+from longrecall.files import write_json, write_text
 
 LOG_FILE = "log.jsonl"
 RESULT_FILE = "training.json"
+_ELSEWHERE = "choose another run.output"
 
 
 class RunLog:
@@ -38,7 +40,7 @@ class RunLog:
                 if row["step"] <= resume_step:
                     self.rows.append(row)
         if writes:
-            _write(path, "".join(json.dumps(row) + "\n" for row in self.rows))
+            write_text(path, "".join(json.dumps(row) + "\n" for row in self.rows), _ELSEWHERE)
 
     def add(self, row: dict[str, Any]) -> None:
         """Append one line."""
@@ -118,13 +120,4 @@ def write_result(path: Path, body: Mapping[str, Any]) -> None:
         "longrecall": str(longrecall.__version__),
         "environment": environment(),
     }
-    partial = path.with_name(f".{path.name}.partial")
-    _write(partial, json.dumps({**head, **body}, indent=1) + "\n")
-    partial.replace(path)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}; choose another run.output") from None
+    write_json(path, {**head, **body}, _ELSEWHERE)

@@ -117,6 +117,8 @@ class StatePassingRecipe:
 
     probability: float = 1.0
     """With which each sequence gets that state; otherwise it starts from zero."""
+    text_only: bool = False
+    """Pass it into running text alone; sequences of tasks (phone books, pass keys) start from zero."""
     convolution: bool = True
     """Pass the state of the short convolutions too."""
     clip_norm: float | None = None

@@ -151,14 +151,14 @@ class RecurrentTrainer(Trainer):
             model.train()
         origin = inputs.pop("origin")
         step = self.state.global_step + 1
-        rows = len(origin)
+        text = inputs.pop("text")
         self._place = describe_place(origin, inputs.pop("first"), job.processes.rank)
         batch = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             out = model(
                 input_ids=batch["input_ids"],
                 labels=batch["labels"],
-                past_key_values=job.initial.before_batch(rows),
+                past_key_values=job.initial.before_batch(text),
             )
         job.initial.after_batch(out.past_key_values)
         job.watch.see("loss", step, self._place, out.loss)

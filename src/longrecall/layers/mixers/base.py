@@ -20,6 +20,8 @@ class MixerConfig:
     """Sizes of one token mixer. Subclasses add fields; every number is a count of channels, heads or taps."""
 
     type: ClassVar[str] = ""
+    nested: ClassVar[tuple[str, ...]] = ()
+    """Fields that are mixers themselves."""
 
     @classmethod
     def from_dict(cls, description: dict[str, Any]) -> Self:
@@ -47,7 +49,7 @@ class MixerConfig:
         raise TypeError(f"{type(self).__name__} does not build a mixer")
 
     def state_size(self) -> int:
-        """Numbers in the recurrent state of one sequence (the papers' state size; convolution and key-value caches excluded)."""
+        """Numbers in the recurrent state of one sequence: the papers' state size, without convolutions and caches."""
         return sum(math.prod(shape) for name, shape in self.state_shapes().items() if name.endswith("recurrent"))
 
     def tensor_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:

@@ -55,7 +55,8 @@ class GatedDeltaNetConfig(LinearAttentionConfig):
         self._require_positive("num_heads", "key_dim", "value_dim")
         if self.value_head_count < 1 or self.value_head_count % self.num_heads:
             raise UserError(
-                f'mixer "{self.type}": value_heads ({self.value_heads}) must be a multiple of num_heads ({self.num_heads})'
+                f'mixer "{self.type}": value_heads ({self.value_heads}) must be a multiple of '
+                f"num_heads ({self.num_heads})"
             )
 
     @property

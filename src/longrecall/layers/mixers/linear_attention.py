@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -84,10 +85,11 @@ class LinearAttentionMixer(nn.Module):
 
     def output(self, o: Tensor, x: Tensor) -> Tensor:
         """Per-head norm, output gate and projection: o ``[B, T, Hv, V]`` -> ``[B, T, d]``."""
-        o = self.o_norm(o)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        o = self.o_norm(o.to(wide))
         if self.g_proj is not None:
-            o = o * F.silu(self.g_proj(x).unflatten(-1, (-1, self.value_width)))
-        projected: Tensor = self.o_proj(o.flatten(-2))
+            o = o * F.silu(self.g_proj(x).to(wide).unflatten(-1, (-1, self.value_width)))
+        projected: Tensor = self.o_proj(o.to(x.dtype).flatten(-2))
         return projected
 
 

@@ -60,7 +60,10 @@ class Mamba2Config(MixerConfig):
 
 
 class Mamba2(nn.Module):
-    """One projection to z, x, B, C and dt; convolution on x, B, C; decay exp(-dt exp(A_log)); y = norm(C S + D x, gate z)."""
+    """One projection to z, x, B, C and dt; convolution on x, B and C; decay exp(-dt exp(A_log)).
+
+    The output is norm((C S + D x) * silu(z)), projected.
+    """
 
     def __init__(self, config: Mamba2Config, hidden_size: int) -> None:
         super().__init__()
@@ -107,7 +110,7 @@ class Mamba2(nn.Module):
             scale=1.0,
             initial_state=None if state is None else state["recurrent"],
         )
-        y = (y + values.to(wide) * self.D.to(wide)[:, None]).flatten(-2)
+        y = torch.addcmul(y, values.to(wide), self.D.to(wide)[:, None]).flatten(-2)
         y = self.norm(y * F.silu(z.to(wide))).to(x.dtype)
         projected: Tensor = self.out_proj(y)
         return projected, {"recurrent": final, "conv": conv_state}

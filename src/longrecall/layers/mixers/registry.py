@@ -34,4 +34,6 @@ def mixer_config(description: dict[str, Any]) -> MixerConfig:
     kind = description["type"]
     if kind not in MIXERS:
         raise UserError(f'unknown mixer type "{kind}"; there are {", ".join(MIXERS)}.{did_you_mean(str(kind), MIXERS)}')
-    return MIXERS[kind].from_dict(description)
+    config = MIXERS[kind]
+    inner = {key: mixer_config(description[key]) for key in config.nested if key in description}
+    return config.from_dict(description | inner)

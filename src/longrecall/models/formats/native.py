@@ -36,7 +36,7 @@ def model_card(config: RecurrentConfig, parameters: int, dtype: str, surgery: Se
 
     Args:
         config: the model's.
-        parameters: numbers in all tensors.
+        parameters: how many it has, as `accounting.account` counts.
         dtype: storage type for the reader, such as "bfloat16".
         surgery: the records of surgery.json.
     """

@@ -1,0 +1,232 @@
+"""Our chunked ops beside transformers' torch fallbacks on the CPU: time, agreement, memory.
+
+    python benchmarks/cpu_ops.py --threads 2 --repeats 15 --out benchmarks/results/cpu_ops.json
+
+float32, B=1, T=2048. Ours and the peer's run in turn (A B A B), so that a noisy machine hurts both, and the ratio
+is the median of the ratios of neighbours. Both compute the gradient of every input; results are compared first.
+The growth of the peak memory of a forward is taken in a fresh process for every length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrecall.ops import gated_delta_rule, gated_linear_attention
+
+LENGTH = 2048
+MEMORY_LENGTHS = (2048, 4096, 8192)
+# The same float32 sums in another order; decayed scores and states of order one.
+AGREEMENT = 1e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: `inputs(T)` makes the leaves, `ours` and `peer` map them to outputs ``[B, T, H, V]``."""
+
+    name: str
+    peer_name: str
+    inputs: Callable[[int], list[Tensor]]
+    ours: Callable[..., Tensor]
+    peer: Callable[..., Tensor]
+
+
+def delta_inputs(length: int) -> list[Tensor]:
+    """q, normalised k, v ``[1, T, 8, 128]``, log decay and beta ``[1, T, 8]``."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, length, 8, 128, generator=g) for _ in range(3))
+    decay = F.logsigmoid(torch.randn(1, length, 8, generator=g) + 3)
+    beta = torch.rand(1, length, 8, generator=g)
+    return [q, F.normalize(k, dim=-1), v, decay, beta]
+
+
+def our_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    return gated_delta_rule(q, k, v, decay, beta, backend="chunked")[0]
+
+
+def peer_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    return torch_chunk_gated_delta_rule(q, k, v, decay, beta)[0]
+
+
+def scan_inputs(groups: int) -> Callable[[int], list[Tensor]]:
+    """x ``[1, T, 16, 64]``, time step ``[1, T, 16]``, A ``[16]``, B and C ``[1, T, groups, 128]``."""
+
+    def make(length: int) -> list[Tensor]:
+        g = torch.Generator().manual_seed(0)
+        x = torch.randn(1, length, 16, 64, generator=g)
+        step = F.softplus(torch.randn(1, length, 16, generator=g) - 4)
+        a = -torch.linspace(1, 16, 16)
+        b, c = (torch.randn(1, length, groups, 128, generator=g) for _ in range(2))
+        return [x, step, a, b, c]
+
+    return make
+
+
+def our_scan(x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return gated_linear_attention(c, b, x * step[..., None], step * a, scale=1.0, backend="chunked")[0]
+
+
+def peer_scan(x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    from transformers.models.mamba2.configuration_mamba2 import Mamba2Config
+    from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+    return mamba2_chunk_scan(x, step, a, b, c, chunk_size=Mamba2Config().chunk_size)
+
+
+CASES = [
+    Case("gated delta rule", "qwen3_next torch_chunk_gated_delta_rule", delta_inputs, our_delta, peer_delta),
+    Case("Mamba-2 scan, 1 group", "mamba2_chunk_scan, chunk 256", scan_inputs(1), our_scan, peer_scan),
+    Case("Mamba-2 scan, 8 groups", "mamba2_chunk_scan, chunk 256", scan_inputs(8), our_scan, peer_scan),
+]
+
+
+def forward(function: Callable[..., Tensor], inputs: list[Tensor], _: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        return [function(*inputs)]
+
+
+def forward_backward(function: Callable[..., Tensor], inputs: list[Tensor], weight: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weight)]
+
+
+def disagreement(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Largest difference of any output or gradient, relative to the largest entry of that tensor."""
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
+
+
+def measure(case: Case, repeats: int) -> dict[str, object]:
+    """Seconds of ours and of the peer in turn, and the ratios peer / ours of neighbours."""
+    inputs = case.inputs(LENGTH)
+    weight = torch.randn(case.ours(*inputs).shape, generator=torch.Generator().manual_seed(1))
+    error = disagreement(*(forward_backward(f, inputs, weight) for f in (case.ours, case.peer)))
+    if error > AGREEMENT:
+        raise RuntimeError(f"{case.name}: ours and the peer differ by {error:.1e}; a timing would mean nothing")
+    row: dict[str, object] = {"op": case.name, "peer": case.peer_name, "largest_relative_difference": error}
+    for label, run in (("forward", forward), ("forward_backward", forward_backward)):
+        times: dict[str, list[float]] = {"ours": [], "peer": []}
+        for _ in range(repeats + 1):
+            for who, function in (("ours", case.ours), ("peer", case.peer)):
+                start = time.perf_counter()
+                run(function, inputs, weight)
+                times[who].append(time.perf_counter() - start)
+        ours, peer = times["ours"][1:], times["peer"][1:]
+        ratios = [b / a for a, b in zip(ours, peer, strict=True)]
+        row[label] = {
+            "ours_ms": 1e3 * statistics.median(ours),
+            "peer_ms": 1e3 * statistics.median(peer),
+            "ratio": statistics.median(ratios),
+            "ratio_low": min(ratios),
+            "ratio_high": max(ratios),
+        }
+    return row
+
+
+def peak_rss() -> float:
+    """Peak resident memory of this process in MiB; VmHWM, because ru_maxrss is inherited from the parent."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def memory_growth(case: Case, length: int) -> float:
+    """MiB by which one forward without gradients raises the peak of this process, its inputs not counted."""
+    with torch.no_grad():
+        case.ours(*case.inputs(64))
+        inputs = case.inputs(length)
+        # Makes the peak the present: what the making of the inputs had left behind does not hide the forward.
+        Path("/proc/self/clear_refs").write_text("5")
+        before = peak_rss()
+        case.ours(*inputs)
+    return peak_rss() - before
+
+
+def measure_memory(index: int, threads: int) -> dict[str, float]:
+    """Growth in MiB by length, each in a process of its own."""
+    found = {}
+    for length in MEMORY_LENGTHS:
+        command = [sys.executable, __file__, "--threads", str(threads), "--memory", str(index), str(length)]
+        # The child finds the package where this process did, installed or not; and a fixed threshold makes glibc give
+        # freed tensors back at once, so that the peak is what the op holds and not what the allocator hoards.
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MALLOC_MMAP_THRESHOLD_": "65536"}
+        found[str(length)] = float(subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout)
+    return found
+
+
+def environment(threads: int) -> dict[str, object]:
+    import transformers
+
+    cpu = next(
+        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")),
+        platform.processor(),
+    )
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hardware": f"{cpu}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "threads": threads,
+    }
+
+
+def print_table(rows: list[dict]) -> None:
+    print(f"{'op':24}{'pass':18}{'ours ms':>9}{'peer ms':>9}{'ratio':>8}   range")
+    for row in rows:
+        for label in ("forward", "forward_backward"):
+            x = row[label]
+            times = f"{x['ours_ms']:9.1f}{x['peer_ms']:9.1f}{x['ratio']:7.2f}x"
+            print(f"{row['op']:24}{label:18}{times}   {x['ratio_low']:.2f}-{x['ratio_high']:.2f}")
+    for row in rows:
+        growth = ", ".join(f"T={length} {mib:.0f} MiB" for length, mib in row.get("forward_memory_mib", {}).items())
+        if growth:
+            print(f"{row['op']:24}forward memory    {growth}")
+
+
+def main(arguments: list[str] | None = None) -> dict[str, object]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=15, help="pairs per op and pass")
+    parser.add_argument("--out", type=Path, help="JSON file for the result")
+    parser.add_argument("--memory", type=int, nargs=2, metavar=("CASE", "T"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    if options.memory:
+        case, length = options.memory
+        print(memory_growth(CASES[case], length))
+        return {}
+    rows = []
+    for index, case in enumerate(CASES):
+        rows.append(measure(case, options.repeats) | {"forward_memory_mib": measure_memory(index, options.threads)})
+    print_table(rows)
+    result: dict[str, object] = {
+        "schema": 1,
+        "kind": "benchmark",
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": environment(options.threads),
+        "settings": {"dtype": "float32", "batch": 1, "length": LENGTH, "repeats": options.repeats},
+        "results": rows,
+    }
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    main()

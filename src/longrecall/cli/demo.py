@@ -1,0 +1,25 @@
+"""`longrecall demo`: the whole job on a small pretrained model that ships with the package."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "the whole job on a small model that ships with the package: measure, enlarge, post-train, measure, report"
+EXAMPLE = "longrecall demo --out runs/demo"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="output folder [%(default)s]")
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps of either run [the recipe's]")
+    parser.add_argument("--samples", type=int, default=1024, metavar="N", help="answers per cell [%(default)s]")
+    parser.add_argument("--force", action="store_true", help="replace DIR although no demo wrote it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo; 0 when it came to its end, whatever it showed."""
+    from longrecall.demo.job import run_demo
+
+    print(run_demo(args.out, steps=args.steps, samples=args.samples, force=args.force))
+    return 0

@@ -1,0 +1,1 @@
+"""The embedded default: the main job from end to end, with the control beside it."""

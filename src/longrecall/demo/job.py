@@ -1,0 +1,147 @@
+"""The demo: measure the shipped base, enlarge its state, post-train it, train the base on by as much, measure both.
+
+The two trainings run side by side, one core each, on the same batches: what differs in the end is the state.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from longrecall.demo.processes import Process, TrainingProcess, wait_for
+from longrecall.demo.table import closing_table
+from longrecall.errors import UserError
+from longrecall.evaluation.checkpoint import evaluate_checkpoint
+from longrecall.files import write_json
+from longrecall.report import build_report
+from longrecall.surgery.expand import expand
+from longrecall.tasks.text import read_text
+from longrecall.training.recipe import Recipe
+
+MARKER = "demo.json"
+PAIRS = (1, 2, 4, 8, 16, 24)
+LENGTHS = (512, 1024, 2048, 4096)
+WINDOWS = 16
+KEY_LENGTHS = (256, 512, 1024)
+KEYS = 32
+
+
+def run_demo(out: Path, steps: int | None = None, samples: int = 1024, force: bool = False) -> str:
+    """Leave checkpoint/, before.json, after.json, control.json and report.html in `out`; return the closing table.
+
+    Args:
+        out: folder; an earlier demo in it is replaced, anything else only with `force`.
+        steps: of either training run; None = what the recipe says.
+        samples: answers per cell of the phone book.
+
+    Raises:
+        UserError: `out` holds something else or cannot be written.
+    """
+    began = time.monotonic()
+    assets = Path(str(resources.files("longrecall") / "assets"))
+    base, text = assets / "mamba2-base", assets / "text"
+    recipe = assets / "demo" / "recipe.yaml"
+    _prepare(out, force)
+    held_out = read_text(str(text / "held_out.txt"))
+
+    _say("1/5 measuring the pretrained model")
+    before = _measure(base, out / "before.json", held_out, samples)
+
+    _say("2/5 enlarging its state")
+    larger = out / "work" / "expanded"
+    summary = expand(base, larger, method="grow_state", layers="all", init="reinit", seed=0)
+    _say(f"    {summary.state_before:,} -> {summary.state_after:,} numbers of state in {len(summary.layers)} layers")
+
+    _say("3/5 post-training it, and beside it the unchanged model on the same batches")
+    settings = [f"data.sources.0.path={text / 'train.txt'}", *([] if steps is None else [f"run.steps={steps}"])]
+    total = Recipe.load(recipe, [*settings, f"model.checkpoint={base}"]).steps(1)
+    runs = [
+        TrainingProcess(label, recipe, [*settings, f"model.checkpoint={checkpoint}"], out / "work" / label, total)
+        for label, checkpoint in (("enlarged", larger), ("unchanged", base))
+    ]
+    wait_for(runs)
+    trained, continued = (run.output / "final" for run in runs)
+
+    _say("4/5 measuring both")
+    control = Process("control", _measure_command(continued, out / "control.json", text, samples), out / "work")
+    after = _measure(trained, out / "after.json", held_out, samples)
+    wait_for([control])
+
+    _say("5/5 writing the report")
+    shutil.move(trained, out / "checkpoint")
+    labels = {"before": "before.json", "after": "after.json", "control: plain continued training": "control.json"}
+    files = [out / name for name in labels.values()]
+    logs = {"after": runs[0].output / "training.json", "control: plain continued training": runs[1].output / "training.json"}
+    for label, log in logs.items():
+        kept = out / f"training_{label.split(':')[0]}.json"
+        shutil.copy(log, kept)
+        files.append(kept)
+    named = {label: str(out / name) for label, name in labels.items()}
+    build_report(files, out / "report.html", labels=named, title="A bigger memory for a small model: before and after")
+    table = closing_table(before, after, _read(out / "control.json"))
+    write_json(out / MARKER, {"seconds": round(time.monotonic() - began, 1), "steps": total, "samples": samples})
+    shutil.rmtree(out / "work", ignore_errors=True)
+    return f"{table}\n\n{time.monotonic() - began:.0f} s; open {out / 'report.html'}; the checkpoint is {out / 'checkpoint'}"
+
+
+def _prepare(out: Path, force: bool) -> None:
+    """An empty folder, or one that a demo wrote (begun or finished), or what the user allows to be replaced."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; choose another --out")
+    if out.is_dir() and any(out.iterdir()):
+        if not force and not (out / MARKER).exists():
+            raise UserError(f"{out} is not empty and no demo wrote it; choose another --out or give --force")
+        shutil.rmtree(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / MARKER, {"unfinished": True})
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}; choose another --out") from error
+
+
+def _measure(checkpoint: Path, out: Path, held_out: str, samples: int) -> dict[str, Any]:
+    """The whole measurement in this process, with its progress bars; pass keys are long, so there are fewer of them."""
+    book = {"pairs": PAIRS, "letters": 1, "digits": 1}
+    result = evaluate_checkpoint(
+        checkpoint,
+        ["phonebook", "bits_per_byte"],
+        LENGTHS,
+        samples,
+        dtype="float32",
+        text=held_out,
+        options={"phonebook": book, "bits_per_byte": {"windows": WINDOWS}},
+    )
+    depths = {"passkey": {"depths": (0.0, 0.5, 1.0)}}
+    keys = evaluate_checkpoint(checkpoint, ["passkey"], KEY_LENGTHS, KEYS, dtype="float32", options=depths)
+    result["results"] += keys["results"]
+    result["summary"] |= keys["summary"]
+    result["settings"]["passkey"] = keys["settings"]
+    write_json(out, result)
+    return result
+
+
+def _measure_command(checkpoint: Path, out: Path, text: Path, samples: int) -> list[str]:
+    code = (
+        "import sys; from pathlib import Path; from longrecall.demo.job import measure_quietly; "
+        "measure_quietly(*map(Path, sys.argv[1:4]), int(sys.argv[4]))"
+    )
+    return [sys.executable, "-c", code, str(checkpoint), str(out), str(text / "held_out.txt"), str(samples)]
+
+
+def measure_quietly(checkpoint: Path, out: Path, held_out: Path, samples: int) -> None:
+    """What the second process of step 4 does."""
+    _measure(checkpoint, out, read_text(str(held_out)), samples)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    from longrecall.evaluation.results import read_result
+
+    return read_result(path)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,67 @@
+"""Writing files so that readers see the old or the new one, whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from longrecall.errors import UserError
+
+ELSEWHERE = "choose another --out"
+
+
+def write_text(path: str | Path, text: str, advice: str = ELSEWHERE) -> None:
+    """Write `text` (UTF-8) to a temporary file beside `path`, then rename it; folders on the way are made.
+
+    Raises `UserError`, which ends with `advice`, when the place cannot be written; nothing is left behind then.
+    """
+    path = Path(path)
+    temporary = None
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        # mkstemp makes private files; a result is as readable as any other file the user writes.
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        raise _cannot_write(path, error, advice) from error
+
+
+def write_json(path: str | Path, data: Mapping[str, Any], advice: str = ELSEWHERE) -> None:
+    """Write `data` as `write_text` does. NaN and infinity are refused (ValueError): they are no JSON."""
+    write_text(path, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n", advice)
+
+
+def check_writable(path: str | Path, advice: str = ELSEWHERE) -> None:
+    """Raise `UserError` now if `path` could not be written later; leaves no file behind."""
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise _cannot_write(path, error, advice) from error
+
+
+def _cannot_write(path: Path, error: OSError, advice: str) -> UserError:
+    return UserError(f"cannot write {path}: {error.strerror or error}; {advice}")
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

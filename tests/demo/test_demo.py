@@ -1,0 +1,97 @@
+"""The demo's parts fast, and the whole of it (marked slow) with a handful of steps."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longrecall.cli.main import main
+from longrecall.demo.job import MARKER, _prepare, run_demo
+from longrecall.demo.processes import Process, wait_for
+from longrecall.demo.table import closing_table, verdict
+from longrecall.errors import UserError
+
+
+def result(values: dict[int, float], width: float = 0.02) -> dict[str, Any]:
+    cells = [
+        {
+            "task": "phonebook",
+            "cell": {"pairs": pairs, "distance": 0},
+            "metric": "accuracy",
+            "value": value,
+            "low": value - width,
+            "high": value + width,
+            "count": 1024,
+        }
+        for pairs, value in values.items()
+    ]
+    return {"results": cells, "checkpoint": {"state_size": 7680}}
+
+
+def test_verdict_names_the_largest_gain_over_both_others() -> None:
+    before, control = result({2: 0.9, 8: 0.6, 16: 0.4}), result({2: 0.9, 8: 0.62, 16: 0.42})
+    after = result({2: 0.91, 8: 0.75, 16: 0.7})
+    text = verdict(before, after, control)
+    assert "among 16 pairs: 40% before, 70% after" in text and "gives 42%" in text and "2 of 3" in text
+
+
+def test_verdict_admits_when_there_is_no_gain() -> None:
+    before = result({8: 0.6})
+    assert "no number of pairs shows a gain" in verdict(before, result({8: 0.61}), result({8: 0.6}))
+    # A gain over the start that plain training reaches too is no gain of the state.
+    assert "no number of pairs shows a gain" in verdict(before, result({8: 0.9}), result({8: 0.9}))
+
+
+def test_table_shows_every_cell_and_survives_a_diverged_one() -> None:
+    before = result({8: 0.6})
+    after = copy.deepcopy(before)
+    before["results"].append(before["results"][0] | {"metric": "perplexity"})
+    after["results"][0] |= {"value": None, "low": None, "high": None}
+    table = closing_table(before, after, before)
+    assert "recall among 8 pairs" in table and "diverged" in table and "1,024" in table
+    assert "perplexity" not in table
+
+
+def test_only_a_folder_of_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="is not empty and no demo wrote it"):
+        _prepare(tmp_path / "mine", force=False)
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+    _prepare(tmp_path / "new", force=False)
+    (tmp_path / "new" / "before.json").write_text("{}")
+    _prepare(tmp_path / "new", force=False)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [MARKER]
+    (tmp_path / "file").write_text("")
+    assert main(["demo", "--out", str(tmp_path / "file")]) == 2
+
+
+def test_a_failing_child_ends_the_others_and_shows_its_last_words(tmp_path: Path) -> None:
+    sleeper = Process("sleeper", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path)
+    failing = Process("failing", [sys.executable, "-c", "import sys; sys.exit('no luck')"], tmp_path)
+    with pytest.raises(UserError, match="the step failing ended with code 1: no luck"):
+        wait_for([sleeper, failing])
+    assert not sleeper.alive
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_whole_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = run_demo(tmp_path / "demo", steps=3, samples=8)
+    made = {path.name for path in (tmp_path / "demo").iterdir()}
+    assert {"checkpoint", "before.json", "after.json", "control.json", "report.html"} <= made
+    assert "work" not in made
+    before = json.loads((tmp_path / "demo" / "before.json").read_text())
+    after = json.loads((tmp_path / "demo" / "after.json").read_text())
+    assert after["checkpoint"]["state_size"] == 4 * before["checkpoint"]["state_size"]
+    assert "recall among 8 pairs" in table
+    page = (tmp_path / "demo" / "report.html").read_text()
+    assert "control" in page and "http" not in page.split("<body")[1].split("<svg")[0]
+    import longrecall
+
+    assert longrecall.load(tmp_path / "demo" / "checkpoint").state_size() == after["checkpoint"]["state_size"]

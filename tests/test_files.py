@@ -1,0 +1,55 @@
+"""Files appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from longrecall.errors import UserError
+from longrecall.files import check_writable, write_json, write_text
+
+
+def test_text_replaces_what_was_there_and_makes_folders(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b.txt"
+    for text in ("first ü\n", "second"):
+        write_text(path, text)
+        assert path.read_text(encoding="utf-8") == text
+    assert [entry.name for entry in path.parent.iterdir()] == ["b.txt"]
+
+
+def test_files_are_as_readable_as_any_other(tmp_path: Path) -> None:
+    write_text(tmp_path / "ours", "x")
+    (tmp_path / "other").write_text("x")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "result.json"
+    write_json(path, {"old": 1})
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(UserError, match=r"^cannot write .*result.json: No space left on device; choose another --x$"):
+        write_json(path, {"new": 2}, "choose another --x")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"]
+    assert '"old"' in path.read_text()
+
+
+def test_numbers_that_are_no_json_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "x.json", {"loss": float("nan")})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_places_that_cannot_be_written_are_known_before(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    check_writable(tmp_path / "new" / "x.json")
+    assert list((tmp_path / "new").iterdir()) == []
+    for path in (tmp_path, tmp_path / "file" / "x.json"):
+        for attempt in (check_writable, lambda place: write_text(place, "x")):
+            with pytest.raises(UserError, match=r"^cannot write .*; choose another --out$"):
+                attempt(path)
