@@ -22,6 +22,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+# Threads that wait for each other sleep instead of spinning. Beside other work on the same cores a spinning thread
+# holds up the one it waits for, and both sides' times grow tenfold at random; alone, it changes little.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -169,6 +173,12 @@ def measure_memory(index: int, threads: int) -> dict[str, float]:
     return found
 
 
+def processor_seconds() -> tuple[float, float]:
+    """Processor time used so far by the whole machine, and by this process and its ended children."""
+    user, nice, system = (int(x) for x in Path("/proc/stat").read_text().split()[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4])
+
+
 def environment(threads: int) -> dict[str, object]:
     import transformers
 
@@ -182,6 +192,7 @@ def environment(threads: int) -> dict[str, object]:
         "transformers": transformers.__version__,
         "hardware": f"{cpu}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
         "threads": threads,
+        "omp_wait_policy": os.environ["OMP_WAIT_POLICY"],
     }
 
 
@@ -210,16 +221,21 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
         case, length = options.memory
         print(memory_growth(CASES[case], length))
         return {}
+    began, (machine, own) = time.perf_counter(), processor_seconds()
     rows = []
     for index, case in enumerate(CASES):
         rows.append(measure(case, options.repeats) | {"forward_memory_mib": measure_memory(index, options.threads)})
+    machine_now, own_now = processor_seconds()
+    busy = ((machine_now - machine) - (own_now - own)) / (time.perf_counter() - began)
     print_table(rows)
+    print(f"meanwhile other processes kept {busy:.1f} of {os.cpu_count()} cores busy")
     result: dict[str, object] = {
         "schema": 1,
         "kind": "benchmark",
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": environment(options.threads),
         "settings": {"dtype": "float32", "batch": 1, "length": LENGTH, "repeats": options.repeats},
+        "cores_busy_elsewhere": round(max(busy, 0.0), 2),
         "results": rows,
     }
     if options.out:

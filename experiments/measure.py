@@ -1,4 +1,4 @@
-"""Recall and perplexity of byte models on a GPU in seconds: what `longrecall eval` measures, over vectorised samples."""
+"""Recall and perplexity of byte models on a GPU in seconds: as `longrecall eval` measures, over vectorised samples."""
 
 from __future__ import annotations
 

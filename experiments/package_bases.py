@@ -1,4 +1,4 @@
-"""Turn the weights that pretrain.py left into the two checkpoints that ship inside the package (bfloat16, byte tokenizer).
+"""Turn the weights that pretrain.py left into the two checkpoints that ship in the package (bfloat16, byte tokenizer).
 
 Usage: python experiments/package_bases.py FOLDER_OF_PRETRAIN
 """

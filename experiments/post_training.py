@@ -58,7 +58,10 @@ class Study:
             "hardware": torch.cuda.get_device_name() if self.device == "cuda" else platform.processor(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "settings": {k: str(v) for k, v in vars(args).items()} | {"rates": RATES, "edges": EDGES},
+            "settings": {
+                k: Path(v).name if isinstance(v, Path) else str(v) for k, v in vars(args).items() if k != "out"
+            }
+            | {"rates": RATES, "edges": EDGES},
             "state_size": {"before": load(args.base).state_size(), "after": load(self.folder / "reinit").state_size()},
             "selection": [],
             "results": [],
@@ -184,9 +187,8 @@ def main() -> None:
                 study.record["results"].append(row)
                 recall = {p: round(c[0] / c[1], 3) for p, c in row["phonebook"].items()}
                 keys = {n: round(c[0] / c[1], 3) for n, c in row["passkey"].items()}
-                study.say(
-                    f"{run.plan.name} seed {seed} passing {passing} {recall} {keys} {[round(b, 3) for b, _ in row['bits_per_byte']]}"
-                )
+                bits = [round(b, 3) for b, _ in row["bits_per_byte"]]
+                study.say(f"{run.plan.name} seed {seed} passing {passing} {recall} {keys} {bits}")
             study.save()
             del runs, run
             gc.collect()

@@ -32,5 +32,5 @@ def test_extreme_decays(case: str) -> None:
     expected = outputs_and_gradients(op, wide, "reference")
     found = [x.double().cpu() for x in outputs_and_gradients(op, on_gpu(inputs), "chunked")]
     assert all(bool(torch.isfinite(x).all()) for x in found)
-    # As on the CPU: cumulative decays of up to 64 * 30 whose low bits are 1e-4; gradients of forgotten terms are nothing.
+    # As on the CPU: cumulative decays of up to 64 * 30 whose low bits are 1e-4; what is forgotten has no gradient.
     assert relative_error(found, expected, floor=1.0) < 1e-3

@@ -11,10 +11,11 @@ EXAMPLE = "longrecall demo --out runs/demo"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="output folder [%(default)s]")
-    parser.add_argument("--steps", type=int, metavar="N", help="training steps of either run [the recipe's]")
-    parser.add_argument("--samples", type=int, default=1024, metavar="N", help="answers per cell [%(default)s]")
-    parser.add_argument("--force", action="store_true", help="replace DIR although no demo wrote it")
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="output folder [%(default)s]")
+    add("--steps", type=int, metavar="N", help="training steps of either run [the recipe's]")
+    add("--samples", type=int, default=1024, metavar="N", help="answers per cell [%(default)s]")
+    add("--force", action="store_true", help="replace DIR although no demo wrote it")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from longrecall.demo.processes import Process, TrainingProcess, wait_for
 from longrecall.demo.table import closing_table
 from longrecall.errors import UserError
 from longrecall.evaluation.checkpoint import evaluate_checkpoint
+from longrecall.evaluation.results import read_result
 from longrecall.files import write_json
 from longrecall.report import build_report
 from longrecall.surgery.expand import expand
@@ -23,6 +25,8 @@ from longrecall.tasks.text import read_text
 from longrecall.training.recipe import Recipe
 
 MARKER = "demo.json"
+LABELS = {"before": "before", "after": "after", "control (same state)": "control"}
+TITLE = "A bigger memory for a small model: before and after"
 PAIRS = (1, 2, 4, 8, 16, 24)
 LENGTHS = (512, 1024, 2048, 4096)
 WINDOWS = 16
@@ -73,19 +77,22 @@ def run_demo(out: Path, steps: int | None = None, samples: int = 1024, force: bo
 
     _say("5/5 writing the report")
     shutil.move(trained, out / "checkpoint")
-    labels = {"before": "before.json", "after": "after.json", "control: plain continued training": "control.json"}
-    files = [out / name for name in labels.values()]
-    logs = {"after": runs[0].output / "training.json", "control: plain continued training": runs[1].output / "training.json"}
-    for label, log in logs.items():
-        kept = out / f"training_{label.split(':')[0]}.json"
-        shutil.copy(log, kept)
-        files.append(kept)
-    named = {label: str(out / name) for label, name in labels.items()}
-    build_report(files, out / "report.html", labels=named, title="A bigger memory for a small model: before and after")
-    table = closing_table(before, after, _read(out / "control.json"))
+    _report(out, runs)
+    table = closing_table(before, after, read_result(out / "control.json"))
     write_json(out / MARKER, {"seconds": round(time.monotonic() - began, 1), "steps": total, "samples": samples})
     shutil.rmtree(out / "work", ignore_errors=True)
-    return f"{table}\n\n{time.monotonic() - began:.0f} s; open {out / 'report.html'}; the checkpoint is {out / 'checkpoint'}"
+    seconds = time.monotonic() - began
+    return f"{table}\n\n{seconds:.0f} s; open {out / 'report.html'}; the checkpoint is {out / 'checkpoint'}"
+
+
+def _report(out: Path, runs: Sequence[TrainingProcess]) -> None:
+    """The page from three measurements and two training logs, which are kept beside it."""
+    named = {label: str(out / f"{name}.json") for label, name in LABELS.items()}
+    logs = []
+    for run, name in zip(runs, ("after", "control"), strict=True):
+        logs.append(out / f"training_{name}.json")
+        shutil.copy(run.output / "training.json", logs[-1])
+    build_report([*named.values(), *logs], out / "report.html", labels=named, title=TITLE)
 
 
 def _prepare(out: Path, force: bool) -> None:
@@ -135,12 +142,6 @@ def _measure_command(checkpoint: Path, out: Path, text: Path, samples: int) -> l
 def measure_quietly(checkpoint: Path, out: Path, held_out: Path, samples: int) -> None:
     """What the second process of step 4 does."""
     _measure(checkpoint, out, read_text(str(held_out)), samples)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    from longrecall.evaluation.results import read_result
-
-    return read_result(path)
 
 
 def _say(line: str) -> None:

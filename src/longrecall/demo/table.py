@@ -25,8 +25,12 @@ def closing_table(before: Result, after: Result, control: Result) -> str:
 
 
 def verdict(before: Result, after: Result, control: Result) -> str:
-    """Where recall among the most pairs went, and whether the intervals lie apart."""
-    cells = [cell for cell in before["results"] if cell["task"] == "phonebook" and cell["cell"]["distance"] == 0]
+    """Where recall went, whether the intervals lie apart, and what the rest of the model paid for it."""
+    return f"{_gain(before, after, control)}\n{_cost(before, after, control)}"
+
+
+def _gain(before: Result, after: Result, control: Result) -> str:
+    cells = [cell for cell in before["results"] if cell["task"] == "phonebook"]
     gains = [(_find(after, cell), _find(control, cell), cell) for cell in cells]
     clear = [(a, c, b) for a, c, b in gains if a["low"] > c["high"] and a["low"] > b["high"]]
     if not clear:
@@ -37,6 +41,22 @@ def verdict(before: Result, after: Result, control: Result) -> str:
         f"training on without a larger state gives {best_control['value']:.0%}. "
         f"The intervals lie apart at {len(clear)} of {len(gains)} numbers of pairs."
     )
+
+
+def _cost(before: Result, after: Result, control: Result) -> str:
+    """Means over the cells of the other tasks; a task that is missing or diverged is left out."""
+    parts = []
+    rest = (("bits per byte", "bits_per_byte", "bits_per_byte"), ("pass keys", "passkey", "accuracy"))
+    for name, task, metric in rest:
+        means = [_mean(result, task, metric) for result in (before, after, control)]
+        if None not in means:
+            parts.append(f"{name} {means[0]:.2f} before, {means[1]:.2f} after, {means[2]:.2f} with the same state")
+    return "In so few steps the rest pays for it: " + "; ".join(parts) + "." if parts else ""
+
+
+def _mean(result: Result, task: str, metric: str) -> float | None:
+    values = [c["value"] for c in result["results"] if c["task"] == task and c["metric"] == metric]
+    return None if not values or None in values else sum(values) / len(values)
 
 
 def _find(result: Result, like: Mapping[str, Any]) -> dict[str, Any]:
