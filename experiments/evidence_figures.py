@@ -9,7 +9,7 @@ import matplotlib
 from report_evidence import ARMS, STUDIES, bits, read, rows_of, share, spans
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 LOOKS: dict[str, tuple[str, str, str]] = {
     "base": ("0.55", "", ":"),

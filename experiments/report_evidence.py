@@ -12,6 +12,7 @@ where both read the same batches and answered the same questions, and has the t 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -150,7 +151,7 @@ def signed_with_error(mean: float, half: float) -> str:
 def spans(study: Study) -> list[str]:
     """Names of the ranges of positions."""
     names = [f"{e // 1024}k" if e >= 1024 else str(e) for e in study["settings"]["edges"]]
-    return [f"{a}–{b}" for a, b in zip(names, names[1:], strict=False)]
+    return [f"{a}–{b}" for a, b in itertools.pairwise(names)]
 
 
 def bits(rows: list[Row]) -> list[float]:
