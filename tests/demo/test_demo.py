@@ -50,7 +50,7 @@ def test_verdict_admits_when_there_is_no_gain() -> None:
 def test_table_shows_every_cell_and_survives_a_diverged_one() -> None:
     before = result({8: 0.6})
     after = copy.deepcopy(before)
-    before["results"].append(before["results"][0] | {"metric": "perplexity"})
+    before["results"].append(before["results"][0] | {"task": "bits_per_byte", "metric": "perplexity"})
     after["results"][0] |= {"value": None, "low": None, "high": None}
     table = closing_table(before, after, before)
     assert "recall among 8 pairs" in table and "diverged" in table and "1,024" in table

@@ -32,7 +32,8 @@ def verdict(before: Result, after: Result, control: Result) -> str:
 def _gain(before: Result, after: Result, control: Result) -> str:
     cells = [cell for cell in before["results"] if cell["task"] == "phonebook"]
     gains = [(_find(after, cell), _find(control, cell), cell) for cell in cells]
-    clear = [(a, c, b) for a, c, b in gains if a["low"] > c["high"] and a["low"] > b["high"]]
+    whole = [gain for gain in gains if all(cell["value"] is not None for cell in gain)]
+    clear = [(a, c, b) for a, c, b in whole if a["low"] > c["high"] and a["low"] > b["high"]]
     if not clear:
         return "At this budget no number of pairs shows a gain larger than its interval; give it more --steps."
     best_after, best_control, best = max(clear, key=lambda gain: gain[0]["value"] - gain[1]["value"])
