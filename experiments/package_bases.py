@@ -28,7 +28,12 @@ def main() -> None:
         if missing.unexpected_keys or set(missing.missing_keys) - {"lm_head.weight"}:
             raise SystemExit(f"{name}: {missing}")
         model.tie_weights()
-        save(model.to(torch.bfloat16), ASSETS / f"{name}-base", byte_tokenizer(), force=True)
+        folder = ASSETS / f"{name}-base"
+        # The card in the repository was written by hand; `save` would put a generated one in its place.
+        card = (folder / "README.md").read_text() if folder.exists() else None
+        save(model.to(torch.bfloat16), folder, byte_tokenizer(), force=True)
+        if card is not None:
+            (folder / "README.md").write_text(card)
 
 
 if __name__ == "__main__":
