@@ -65,3 +65,10 @@ def _umask() -> int:
     current = os.umask(0)
     os.umask(current)
     return current
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise `UserError` for a folder that nothing may replace: the working folder, home, what holds them, a mount."""
+    place, here, home = Path(os.path.realpath(folder)), Path.cwd(), Path.home()
+    if place in (here, *here.parents, home, *home.parents) or os.path.ismount(place):
+        raise UserError(f"{place} is a working, home or system folder; --force does not replace it")

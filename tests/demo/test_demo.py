@@ -71,6 +71,25 @@ def test_only_a_folder_of_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     assert main(["demo", "--out", str(tmp_path / "file")]) == 2
 
 
+def test_force_never_replaces_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="--force does not replace it"):
+        _prepare(Path("."), force=True)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_missing_packages_of_the_report_are_found_before_anything_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    (tmp_path / MARKER).write_text("{}")
+    (tmp_path / "before.json").write_text("{}")
+    with pytest.raises(UserError, match="a report needs jinja2"):
+        run_demo(tmp_path)
+    assert (tmp_path / "before.json").exists()
+
+
 def test_a_failing_child_ends_the_others_and_shows_its_last_words(tmp_path: Path) -> None:
     sleeper = Process("sleeper", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path)
     failing = Process("failing", [sys.executable, "-c", "import sys; sys.exit('no luck')"], tmp_path)

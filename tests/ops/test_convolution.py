@@ -57,3 +57,17 @@ def test_packed_documents_have_states_of_their_own() -> None:
         alone, final = short_convolution(x[:1, a:b], weight, bias)
         assert torch.allclose(y[:, a:b], alone, atol=TOLERANCE)
         assert torch.equal(finals[row], final[0])
+
+
+def test_every_gradient_is_that_of_plain_autograd() -> None:
+    x, weight, bias = random_case(7)
+    state = torch.randn(3, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias, state)]
+
+    def both(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return short_convolution(x, weight, bias, state=state)
+
+    # Finite differences of float64, at torch's own tolerances.
+    assert torch.autograd.gradcheck(both, leaves)

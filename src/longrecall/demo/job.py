@@ -18,8 +18,8 @@ from longrecall.demo.table import closing_table
 from longrecall.errors import UserError
 from longrecall.evaluation.checkpoint import evaluate_checkpoint
 from longrecall.evaluation.results import read_result
-from longrecall.files import write_json
-from longrecall.report import build_report
+from longrecall.files import check_replaceable, write_json
+from longrecall.report import build_report, check_extras
 from longrecall.surgery.expand import expand
 from longrecall.tasks.text import read_text
 from longrecall.training.recipe import Recipe
@@ -43,12 +43,13 @@ def run_demo(out: Path, steps: int | None = None, samples: int = 1024, force: bo
         samples: answers per cell of the phone book.
 
     Raises:
-        UserError: `out` holds something else or cannot be written.
+        UserError: `out` holds something else or cannot be written, or the report's packages are missing.
     """
     began = time.monotonic()
     assets = Path(str(resources.files("longrecall") / "assets"))
     base, text = assets / "mamba2-base", assets / "text"
     recipe = assets / "demo" / "recipe.yaml"
+    check_extras()
     _prepare(out, force)
     held_out = read_text(str(text / "held_out.txt"))
 
@@ -102,8 +103,10 @@ def _prepare(out: Path, force: bool) -> None:
     if out.is_dir() and any(out.iterdir()):
         if not force and not (out / MARKER).exists():
             raise UserError(f"{out} is not empty and no demo wrote it; choose another --out or give --force")
-        shutil.rmtree(out)
+        check_replaceable(out)
     try:
+        if out.is_dir():
+            shutil.rmtree(out)
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / MARKER, {"unfinished": True})
     except OSError as error:

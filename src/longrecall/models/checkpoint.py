@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longrecall.errors import UserError, did_you_mean
+from longrecall.files import check_replaceable
 from longrecall.models.accounting import account
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.formats import detect
@@ -306,9 +307,7 @@ class CheckpointWriter:
             if any(self.out.iterdir()):
                 if not self.force:
                     raise UserError(f"{self.out} is not empty; choose another folder or use --force to replace it")
-                here = Path.cwd()
-                if self.out in (here, *here.parents, Path.home(), *Path.home().parents) or os.path.ismount(self.out):
-                    raise UserError(f"{self.out} is a working, home or system folder; --force does not replace it")
+                check_replaceable(self.out)
         elif self.out.exists():
             raise UserError(f"{self.out} is a file; a checkpoint is written as a folder")
 

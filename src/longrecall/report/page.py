@@ -39,15 +39,24 @@ def build_report(
             matplotlib not installed.
     """
     inputs = read_inputs(result_paths, labels)
-    try:
-        from jinja2 import Environment, StrictUndefined
+    check_extras()
+    from jinja2 import Environment, StrictUndefined
 
-        from longrecall.report.sections import all_sections
-    except ModuleNotFoundError as error:
-        raise UserError(f"a report needs {error.name}; install it with pip install 'longrecall[report]'") from error
+    from longrecall.report.sections import all_sections
+
     template = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(resources.files("longrecall.report").joinpath("page.html.j2").read_text(encoding="utf-8"))
     page = template.render(title=title or _TITLE, sections=all_sections(inputs), version=__version__)
     write_text(out, page, "choose another -o")
     return Path(out)
+
+
+def check_extras() -> None:
+    """Raise UserError when jinja2 or matplotlib is not installed; long jobs ask before they begin."""
+    try:
+        import jinja2  # noqa: F401
+
+        import longrecall.report.sections  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(f"a report needs {error.name}; install it with pip install 'longrecall[report]'") from error
