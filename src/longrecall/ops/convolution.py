@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,18 @@ class _Taps(torch.autograd.Function):
             to_history[:, piece].addcmul_(gradient, taps[:, tap])
             to_taps.append(torch.mul(gradient, history[:, piece], out=product).sum((0, 1)))
         return to_history, torch.stack(to_taps, dim=1)
+
+
+def _sum_of_taps(history: Tensor, taps: Tensor) -> Tensor:
+    """As `_Taps`; under torch.compile in plain operations, which the compiler fuses as well.
+
+    torch 2.11 compiles the node with a gradient of zero.
+    """
+    if not torch.compiler.is_compiling():
+        return cast(Tensor, _Taps.apply(history, taps))
+    length = history.shape[1] - taps.shape[1] + 1
+    pieces = [history[:, tap : tap + length] * taps[:, tap] for tap in range(taps.shape[1])]
+    return sum(pieces[1:], start=pieces[0])
 
 
 def short_convolution(
@@ -82,7 +94,7 @@ def short_convolution(
     history = torch.cat([state.to(x.dtype).transpose(1, 2), x], dim=1)
     # The taps add up in float32 and are rounded once, as in the kernels that the published models were trained with.
     taps = weight.to(wide)
-    y = _Taps.apply(history.to(wide), taps)
+    y = _sum_of_taps(history.to(wide), taps)
     if bias is not None:
         y = y + bias.to(wide)
     y = (F.silu(y) if activation == "silu" else y).to(x.dtype)
