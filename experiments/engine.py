@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from longrecall.layers.handover import Handover
 from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.training.initial_states import make_initial_state
+from longrecall.training.recipe_states import AnyIntervention
 
 NO_DECAY = ("norm.weight", "bias", "A_log", ".D", "dt_bias", "mixing", "conv.weight")
 
@@ -38,6 +40,10 @@ class Plan:
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
+    initial: AnyIntervention | None = None
+    """The intervention on the initial state, as a recipe names it; it takes the place of `state_passing`."""
+    compiled: bool = False
+    """Fuse the layers with torch.compile before the step is captured."""
 
 
 def rate_factor(step: int, steps: int, plan: Plan) -> float:
@@ -51,11 +57,18 @@ def rate_factor(step: int, steps: int, plan: Plan) -> float:
 
 
 class Run:
-    """One model, its optimizer and its captured step; reads the batch from shared static buffers."""
+    """One model, its optimizer and its captured step; reads the batch from shared static buffers.
 
-    def __init__(self, model: RecurrentLM, plan: Plan, steps: int, ids: Tensor, labels: Tensor) -> None:
+    `text` bool ``[B]``: the rows of running text, for interventions that treat them in their own way.
+    """
+
+    def __init__(
+        self, model: RecurrentLM, plan: Plan, steps: int, ids: Tensor, labels: Tensor, text: Tensor | None = None
+    ) -> None:
         self.model, self.plan, self.steps = model.train(), plan, steps
         self.ids, self.labels = ids, labels
+        self.text = torch.zeros(len(ids), dtype=torch.bool) if text is None else text.cpu()
+        self.initial = make_initial_state(plan.initial, model, plan.seed, 0) if plan.initial else None
         self.device = ids.device
         self.on_gpu = self.device.type == "cuda"
         self.loss = torch.zeros((), device=self.device)
@@ -65,6 +78,11 @@ class Run:
         self.generator = torch.Generator(device=self.device).manual_seed(plan.seed)
         self.handovers = [m for m in model.modules() if isinstance(m, Handover)]
         self.graph: torch.cuda.CUDAGraph | None = None
+        if plan.compiled and self.on_gpu:
+            # Every shape of a layer is compiled once for all models; an experiment has more than the default of 8.
+            torch._dynamo.config.recompile_limit = 128
+            for layer in model.model.layers:
+                layer.compile(dynamic=False)
         if self.on_gpu:
             self.stream = torch.cuda.Stream()
             self._capture()
@@ -92,6 +110,7 @@ class Run:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, cache_enabled=False, enabled=self.on_gpu):
             out = self.model(self.ids, labels=self.labels, past_key_values=self.state)
         self.loss.copy_(out.loss.detach())
+        self.final = out.past_key_values
         out.loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip, foreach=True)
         self.optimizer.step()
@@ -130,17 +149,32 @@ class Run:
         if not self.on_gpu:
             self._prepare(step, progress)
             self._step()
+            self._after()
             return
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             self._prepare(step, progress)
             assert self.graph is not None
             self.graph.replay()
+            self._after()
+
+    def _after(self) -> None:
+        """Show the final states to the intervention."""
+        if self.initial is not None:
+            self.initial.after_batch(self.final)
 
     def _prepare(self, step: int, progress: float) -> None:
         self._set_rates(rate_factor(step, self.steps, self.plan))
         for module in self.handovers:
             module.progress.fill_(progress)
+        if self.initial is not None:
+            begin = self.initial.before_batch(self.text)
+            for index, layer in enumerate(self.state.layers):
+                for name, tensor in layer.items():
+                    if begin is None:
+                        tensor.zero_()
+                    else:
+                        tensor.copy_(begin.layers[index][name])
         if self.plan.state_passing:
             draw = torch.rand(self.passed.shape, generator=self.generator, device=self.device)
             self.passed.copy_(draw < self.plan.state_passing)

@@ -1,12 +1,13 @@
-"""The two figures of docs/evidence.md, made to be read in black and white too; report_evidence.py calls this."""
+"""The figures of docs/evidence.md, made to be read in black and white too; report_evidence.py calls this."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-from report_evidence import ARMS, STUDIES, bits, read, rows_of, share, spans
+from report_evidence import STUDIES, Study, bits, read, rows_of, share, spans
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -14,13 +15,15 @@ from matplotlib import pyplot as plt
 LOOKS: dict[str, tuple[str, str, str]] = {
     "base": ("0.55", "", ":"),
     "plain": ("black", "o", "-"),
+    "perturb": ("#7e22ce", "v", "-"),
+    "preserve": ("#15803d", "^", "-"),
     "reinit": ("#0053a6", "s", "-"),
-    "handover": ("#c2410c", "D", "-"),
-    "preserve": ("#15803d", "^", "--"),
-    "perturb": ("#7e22ce", "v", "--"),
+    "handover": ("#c2410c", "D", "--"),
     "inherit": ("0.45", "x", "--"),
 }
 """Colour, marker and line of each arm: the marker alone tells them apart."""
+NAMES = {"base": "before", "plain": "not enlarged"}
+"""What a legend says instead of the arm's name."""
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "longrecall",
@@ -33,78 +36,87 @@ STYLE = {
 }
 
 
+def draw_shares(axis: Any, study: Study, task: str, cells: list[str], passing: bool) -> None:
+    """Share of right answers of every arm by cell (a number, on a scale of doublings), with 95% intervals."""
+    places = [math.log2(int(cell)) for cell in cells]
+    for rank, (arm, (colour, marker, line)) in enumerate(LOOKS.items()):
+        found = [share(rows_of(study, arm, None if arm == "base" else passing), task, cell) for cell in cells]
+        values = [value for value, *_ in found]
+        axis.plot(places, values, color=colour, marker=marker, linestyle=line, label=NAMES.get(arm, arm))
+        # Only the bars stand side by side, or they hide each other; moved lines would look like a difference.
+        at = [place + 0.045 * (rank - len(LOOKS) // 2) for place in places]
+        ends = [[v - low for v, low, _, _ in found], [high - v for v, _, high, _ in found]]
+        axis.errorbar(at, values, ends, fmt="none", ecolor=colour, elinewidth=0.8)
+    axis.set_xticks(places, cells)
+    axis.set_ylim(0, 1.03)
+
+
 def recall_figure(path: Path) -> None:
-    """Recall of one-letter phone books by number of pairs, without and with state passing, with 95% intervals."""
-    study = read(STUDIES["mamba2_one_letter"])
-    cells = [c for c in study["results"][0]["phonebook"] if int(c) > 1]
-    figure, axes = plt.subplots(1, 2, figsize=(7.6, 3.3), sharey=True)
-    for axis, passing in zip(axes, (False, True), strict=True):
-        for place, arm in enumerate(["base", *sorted(ARMS, key=list(LOOKS).index)]):
-            colour, marker, line = LOOKS[arm]
-            found = [share(rows_of(study, arm, None if arm == "base" else passing), "phonebook", c) for c in cells]
-            # Side by side, or the error bars of neighbours hide each other.
-            at = [x + 0.07 * (place - 3) for x in range(len(cells))]
-            ends = [[v - low for v, low, _, _ in found], [high - v for v, _, high, _ in found]]
-            label = {"base": "before", "plain": "not enlarged"}.get(arm, arm)
-            axis.errorbar(
-                at,
-                [f[0] for f in found],
-                ends,
-                color=colour,
-                marker=marker,
-                linestyle=line,
-                elinewidth=0.7,
-                label=label,
-            )
-        axis.set_title(f"state passing {'on, probability .25' if passing else 'off'}", fontsize=9)
-        axis.set_xticks(range(len(cells)), cells)
+    """Recall of two-letter and one-letter phone books by number of pairs, without state passing."""
+    study = read(STUDIES["mamba2"])
+    figure, axes = panels()
+    for axis, task, title in zip(axes, ("phonebook", "one_letter"), ("two", "one"), strict=True):
+        cells = [cell for cell in study["results"][0][task] if int(cell) > 1]
+        draw_shares(axis, study, task, cells, passing=False)
+        axis.set_title(f"names of {title} letter{'s' if title == 'two' else ''}", fontsize=9)
         axis.set_xlabel("pairs in the phone book")
-        axis.grid(axis="y", color="0.9", linewidth=0.6)
-    axes[0].set_ylim(0.2, 1.02)
     axes[0].set_ylabel("share recalled")
     finish(figure, axes[0], path)
 
 
+def passkey_figure(path: Path) -> None:
+    """Pass keys found by length of the text, without and with state passing."""
+    study = read(STUDIES["mamba2"])
+    figure, axes = panels()
+    for axis, passing in zip(axes, (False, True), strict=True):
+        draw_shares(axis, study, "passkey", list(study["results"][0]["passkey"]), passing)
+        axis.set_title(passing_title(passing), fontsize=9)
+        axis.set_xlabel("length of the text (tokens)")
+    axes[0].set_ylabel("pass keys found")
+    finish(figure, axes[0], path)
+
+
 def bits_figure(path: Path) -> None:
-    """Bits per byte by position for plain, reinit and handover, with and without state passing."""
-    titles = {
-        "mamba2_two_letter": "two-letter books, passing: 1.0",
-        "mamba2_one_letter": "one-letter books, passing: .25",
-    }
-    figure, axes = plt.subplots(1, 2, figsize=(7.6, 3.3), sharey=True)
-    for axis, (name, title) in zip(axes, titles.items(), strict=True):
-        study = read(STUDIES[name])
-        for arm in ("plain", "reinit", "handover"):
-            colour, marker, _ = LOOKS[arm]
-            for passing in (False, True):
-                axis.plot(
-                    bits(rows_of(study, arm, passing)),
-                    color=colour,
-                    marker=marker,
-                    linestyle="-" if passing else ":",
-                    markerfacecolor=colour if passing else "white",
-                    label=f"{arm}, passing {'on' if passing else 'off'}",
-                )
-        axis.set_title(title, fontsize=9)
+    """Bits per byte by position, without and with state passing."""
+    study = read(STUDIES["mamba2"])
+    figure, axes = panels()
+    for axis, passing in zip(axes, (False, True), strict=True):
+        for arm, (colour, marker, line) in LOOKS.items():
+            found = bits(rows_of(study, arm, None if arm == "base" else passing))
+            axis.plot(found, color=colour, marker=marker, linestyle=line, label=NAMES.get(arm, arm))
+        axis.set_title(passing_title(passing), fontsize=9)
         axis.set_xticks(range(len(spans(study))), spans(study), rotation=35, ha="right", fontsize=8)
         axis.set_xlabel("position in the text (tokens)")
-        axis.grid(axis="y", color="0.9", linewidth=0.6)
     axes[0].set_ylabel("bits per byte")
     finish(figure, axes[0], path)
+
+
+def panels() -> tuple[Any, Any]:
+    """A figure of two panels with one scale."""
+    figure, axes = plt.subplots(1, 2, figsize=(7.6, 3.3), sharey=True)
+    for axis in axes:
+        axis.grid(axis="y", color="0.9", linewidth=0.6)
+    return figure, axes
+
+
+def passing_title(passing: bool) -> str:
+    """Title of a panel."""
+    return f"state passing {'on, probability .25' if passing else 'off'}"
 
 
 def finish(figure: Any, axis: Any, path: Path) -> None:
     """One legend below both panels; an SVG without a date, so that a rerun changes nothing."""
     handles, labels = axis.get_legend_handles_labels()
-    figure.tight_layout(rect=(0, 0.13, 1, 1))
-    figure.legend(handles, labels, loc="lower center", ncol=7 if len(labels) == 7 else 3, frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False, fontsize=8, columnspacing=1.2)
     figure.savefig(path, metadata={"Date": None}, facecolor="white")
     plt.close(figure)
 
 
 def draw(folder: Path) -> None:
-    """Write recall.svg and bits_per_byte.svg into `folder`."""
+    """Write recall.svg, passkey.svg and bits_per_byte.svg into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE):
         recall_figure(folder / "recall.svg")
+        passkey_figure(folder / "passkey.svg")
         bits_figure(folder / "bits_per_byte.svg")

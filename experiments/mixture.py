@@ -19,6 +19,8 @@ FORM_FEED = 12
 IGNORE = -100
 SHAPES = ((2, 2), (2, 2), (2, 2), (1, 1))
 """Letters and digits of the phone books, a quarter of the rows each."""
+EARLY_SHAPES = ((1, 1), (1, 2), (2, 1), (2, 2))
+"""Those of the opening stage of pretraining, where short names come first."""
 
 
 class Recall(IterableDataset):
@@ -26,7 +28,9 @@ class Recall(IterableDataset):
 
     The number of pairs is log-uniform (or uniform) from 1 to a ceiling that rises to `most_pairs` over the first `ramp`
     of the steps; pass-key sequences grow from an eighth of the context to the whole of it. `shapes` are the letters and
-    digits of the phone books, an equal share of the rows each.
+    digits of the phone books, an equal share of the rows each. During the first `early` steps there are
+    `early_phonebooks` rows of `EARLY_SHAPES` instead, with at most 8 pairs: dense, easy recall, which is what gets a
+    small model off the plateau of guessing.
     """
 
     def __init__(
@@ -40,11 +44,14 @@ class Recall(IterableDataset):
         ramp: float = 0.4,
         shapes: tuple[tuple[int, int], ...] = SHAPES,
         uniform: bool = False,
+        early: int = 0,
+        early_phonebooks: int = 0,
     ) -> None:
         self.seed, self.steps, self.length = seed, steps, length
         self.phonebooks, self.passkeys = phonebooks, passkeys
         self.most_pairs, self.ramp = most_pairs, ramp
         self.shapes, self.uniform = shapes, uniform
+        self.early, self.early_phonebooks = early, early_phonebooks
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         worker = get_worker_info()
@@ -55,13 +62,15 @@ class Recall(IterableDataset):
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """ids and labels of one step; a pure function of (seed, step)."""
         g = np.random.Generator(np.random.PCG64([self.seed, step]))
+        early = step < self.early
         share = 1.0 if self.ramp <= 0 else min(1.0, step / (self.ramp * self.steps))
-        ceiling = 4 + (self.most_pairs - 4) * share
-        draw = g.random(self.phonebooks)
+        ceiling = 8.0 if early else 4 + (self.most_pairs - 4) * share
+        draw = g.random(self.early_phonebooks if early else self.phonebooks)
         counts = 1 + draw * ceiling if self.uniform else np.exp(draw * np.log(ceiling + 1))
         counts = np.floor(counts).astype(np.int64)
-        shares = np.array_split(counts, len(self.shapes))
-        parts = [self._books(g, part, *shape) for part, shape in zip(shares, self.shapes, strict=True) if len(part)]
+        shapes = EARLY_SHAPES if early else self.shapes
+        shares = np.array_split(counts, len(shapes))
+        parts = [self._books(g, part, *shape) for part, shape in zip(shares, shapes, strict=True) if len(part)]
         widest = 3 if share < 0.5 else 2
         parts += [self._keys(g, 2 ** int(g.random() * (widest + 1))) for _ in range(self.passkeys)]
         return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])

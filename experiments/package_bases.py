@@ -1,6 +1,6 @@
-"""Turn the weights that pretrain.py left into the two checkpoints that ship in the package (bfloat16, byte tokenizer).
+"""Turn weights that pretrain.py left into the checkpoints that ship in the package (bfloat16, byte tokenizer).
 
-Usage: python experiments/package_bases.py FOLDER_OF_PRETRAIN
+Usage: python experiments/package_bases.py mamba2=FOLDER/mamba2_n4_g5-4 gla=FOLDER/gla-0
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ASSETS = Path(__file__).parent.parent / "src" / "longrecall" / "assets"
 
 
 def main() -> None:
-    source = Path(sys.argv[1])
-    for name in ("gla", "mamba2"):
-        model = RecurrentLM(RecurrentConfig.from_dict(json.loads((source / f"{name}.json").read_text())))
-        missing = model.load_state_dict(load_file(source / f"{name}.safetensors"), strict=False)
+    for argument in sys.argv[1:]:
+        name, _, source = argument.partition("=")
+        model = RecurrentLM(RecurrentConfig.from_dict(json.loads(Path(f"{source}.json").read_text())))
+        missing = model.load_state_dict(load_file(f"{source}.safetensors"), strict=False)
         if missing.unexpected_keys or set(missing.missing_keys) - {"lm_head.weight"}:
             raise SystemExit(f"{name}: {missing}")
         model.tie_weights()

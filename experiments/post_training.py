@@ -1,8 +1,9 @@
 """The evidence: six ways to go on from a base model at equal tokens, each at its own best learning rate.
 
-Arms: plain continued training, and the five initialisations of the enlarged state. First every arm tries each learning
-rate of the touched parameters (one seed, with state passing); then each arm runs at its best one with three seeds, with
-and without state passing. All arms share the schedule and, seed by seed, every batch.
+Arms: plain continued training, and the five initialisations of the enlarged state, each with and without state passing.
+First every arm tries each learning rate of the touched parameters on a seed of its own; then it runs at its best one
+with three other seeds, which draw the enlarged weights, the batches and the questions anew. All arms share the schedule
+and, seed by seed, every batch.
 Usage: python experiments/post_training.py --base src/longrecall/assets/gla-base --method merge_heads ... (see --help)
 """
 
@@ -22,16 +23,18 @@ import torch
 import transformers
 from engine import Plan, Run, train
 from measure import bits_per_byte, passkey_counts, phonebook_counts
-from mixture import SHAPES, Books, Recall, recall_loader
+from mixture import Books, Recall, recall_loader
 
 import longrecall
 from longrecall.models.loading import load
 from longrecall.surgery.expand import expand
 
 ARMS = ("plain", "reinit", "inherit", "preserve", "perturb", "handover")
-RATES = (1e-3, 3e-3, 1e-2)
+RATES = (5e-4, 1e-3, 3e-3, 1e-2)
+SELECTION_SEED = 98
 PAIRS = (1, 2, 4, 8, 16, 32, 64)
 ONE_LETTER_PAIRS = (1, 2, 4, 8, 16, 24)
+MOST_PAIRS = 64
 EDGES = [0, 256, 512, 1024, 2048, 4096, 8192, 16384]
 
 
@@ -43,13 +46,15 @@ class Study:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         torch.backends.cuda.matmul.allow_tf32 = True
         self.corpus, self.validation = Books(args.corpus, self.device), Books(args.validation, self.device)
-        self.pairs = ONE_LETTER_PAIRS if args.letters == 1 else PAIRS
         self.began = time.time()
         self.folder = Path(tempfile.mkdtemp())
         self.touched = {}
         for arm in ARMS[1:]:
             options = {"factor": args.factor} if args.method == "grow_state" else {}
-            summary = expand(args.base, self.folder / arm, args.method, "all", arm, seed=0, **options)
+            for seed in (SELECTION_SEED, *range(args.seeds)):
+                summary = expand(
+                    args.base, self.folder / f"{arm}-{seed}", args.method, "all", arm, seed=seed, **options
+                )
             self.touched[arm] = frozenset(summary.touched)
         self.touched["plain"] = self.touched["reinit"]
         self.record = {
@@ -62,7 +67,10 @@ class Study:
                 k: Path(v).name if isinstance(v, Path) else str(v) for k, v in vars(args).items() if k != "out"
             }
             | {"rates": RATES, "edges": EDGES},
-            "state_size": {"before": load(args.base).state_size(), "after": load(self.folder / "reinit").state_size()},
+            "state_size": {
+                "before": load(args.base).state_size(),
+                "after": load(self.folder / "reinit-0").state_size(),
+            },
             "selection": [],
             "results": [],
         }
@@ -81,17 +89,21 @@ class Study:
         labels = ids.clone()
         runs = []
         for arm, rate, passing in wishes:
-            path = args.base if arm == "plain" else self.folder / arm
+            path = args.base if arm == "plain" else self.folder / f"{arm}-{seed}"
             share = args.passing * passing
             plan = Plan(
-                arm, args.learning_rate, self.touched[arm], rate, share, warmup=args.warmup, hold=0.5, seed=seed
+                arm,
+                args.learning_rate,
+                self.touched[arm],
+                rate,
+                share,
+                warmup=args.warmup,
+                hold=0.5,
+                seed=seed,
+                compiled=args.compiled,
             )
             runs.append(Run(load(path, torch.float32, self.device), plan, args.steps, ids, labels))
-        shapes = ((args.letters, args.digits),) if args.one_shape else SHAPES
-        most = min(64, 26**args.letters)
-        data = Recall(
-            1000 + seed, args.steps, args.length, args.batch - books - keys, keys, most, 0.0, shapes, args.uniform
-        )
+        data = Recall(1000 + seed, args.steps, args.length, args.batch - books - keys, keys, MOST_PAIRS, 0.0)
         loader = recall_loader(data, args.workers)
         generator = torch.Generator(device=self.device).manual_seed(1000 + seed)
 
@@ -111,28 +123,65 @@ class Study:
         return runs
 
     def score(self, model) -> float:
-        """What the learning rate is chosen by: mean recall over 4 to 64 pairs, on books of their own."""
-        counts = [self.recall(model, pairs, 1024, 99) for pairs in self.pairs[2:]]
+        """What the learning rate is chosen by: mean recall of the harder half of the cells, on books of their own."""
+        counts = [phonebook_counts(model, p, 1024, SELECTION_SEED) for p in PAIRS[2:]]
+        counts += [phonebook_counts(model, p, 1024, SELECTION_SEED, 1, 1) for p in ONE_LETTER_PAIRS[2:]]
         return float(np.mean([c[:, 0].sum() / c[:, 1].sum() for c in counts]))
-
-    def recall(self, model, pairs: int, queries: int, seed: int) -> np.ndarray:
-        """Right and asked, book by book, in the study's letters and digits."""
-        return phonebook_counts(model, pairs, queries, seed, self.args.letters, self.args.digits)
 
     def measure(self, model, seed: int) -> dict:
         """Every cell of one model as counts (right, asked) and means."""
-        books = {p: self.recall(model, p, self.args.queries, seed) for p in self.pairs}
-        return {
-            "phonebook": {p: [int(c[:, 0].sum()), int(c[:, 1].sum()), spread(c)] for p, c in books.items()},
-            "passkey": {n: passkey_counts(model, n, self.args.passkeys, seed) for n in self.args.lengths},
-            "bits_per_byte": bits_per_byte(model, self.validation, EDGES, 64, seed),
-        }
+        args = self.args
+        # Every length of the questions would be compiled anew.
+        with torch.compiler.set_stance("force_eager"):
+            two = {p: phonebook_counts(model, p, args.queries, seed) for p in PAIRS}
+            one = {p: phonebook_counts(model, p, args.queries, seed, 1, 1) for p in ONE_LETTER_PAIRS}
+            return {
+                "phonebook": {p: [int(c[:, 0].sum()), int(c[:, 1].sum()), spread(c)] for p, c in two.items()},
+                "one_letter": {p: [int(c[:, 0].sum()), int(c[:, 1].sum()), spread(c)] for p, c in one.items()},
+                "passkey": {n: passkey_counts(model, n, args.passkeys, seed) for n in args.lengths},
+                "bits_per_byte": bits_per_byte(model, self.validation, EDGES, 64, seed),
+            }
 
 
 def spread(counts: np.ndarray) -> float:
     """Standard error of the share of right answers, books as the independent units."""
     share = counts[:, 0] / counts[:, 1]
     return float(share.std(ddof=1) / np.sqrt(len(share)))
+
+
+def brief(row: dict) -> str:
+    """The cells of a row as shares."""
+    shares = {
+        task: [round(c[0] / c[1], 3) for c in row[task].values()] for task in ("phonebook", "one_letter", "passkey")
+    }
+    return f"{shares} {[round(b, 3) for b, _ in row['bits_per_byte']]}"
+
+
+def release(runs: list[Run]) -> None:
+    """Give the memory of captured steps back."""
+    runs.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def select(study: Study) -> dict[tuple[str, bool], float]:
+    """The best rate of the touched parameters for every (arm, state passing)."""
+    best: dict[tuple[str, bool], tuple[float, float]] = {}
+    for passing in (True, False):
+        for rate in RATES:
+            runs = study.train_group(SELECTION_SEED, [(arm, rate, passing) for arm in ARMS])
+            for run in runs:
+                with torch.compiler.set_stance("force_eager"):
+                    found = study.score(run.model)
+                row = {"arm": run.plan.name, "state_passing": passing, "rate": rate, "score": found}
+                study.record["selection"].append(row | {"loss": run.loss.item()})
+                study.say(f"select {run.plan.name} passing {passing} {rate:g}: {found:.4f}")
+                key = (run.plan.name, passing)
+                best[key] = max(best.get(key, (-1.0, 0.0)), (found, rate))
+            del run
+            release(runs)
+            study.save()
+    return {key: rate for key, (_, rate) in best.items()}
 
 
 def main() -> None:
@@ -151,48 +200,25 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=4096)
     parser.add_argument("--passkeys", type=int, default=1408)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--letters", type=int, default=2, help="of the names that are asked for")
-    parser.add_argument("--digits", type=int, default=2, help="of the numbers that are asked for")
-    parser.add_argument(
-        "--one-shape", action="store_true", help="train on that shape alone, not on the pretraining mix"
-    )
-    parser.add_argument("--uniform", action="store_true", help="uniform, not log-uniform, numbers of pairs")
     parser.add_argument("--passing", type=float, default=0.25, help="probability of a passed state where it is on")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 4096, 16384])
     parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--compiled", action="store_true", help="fuse the layers: twice as fast, a slower start")
     args = parser.parse_args()
     study = Study(args)
-    best = {}
-    for rate in RATES:
-        runs = study.train_group(0, [(arm, rate, True) for arm in ARMS])
-        for run in runs:
-            found = study.score(run.model)
-            study.record["selection"].append(
-                {"arm": run.plan.name, "rate": rate, "score": found, "loss": run.loss.item()}
-            )
-            study.say(f"select {run.plan.name} {rate:g} {found:.4f} loss {run.loss.item():.4f}")
-            if run.plan.name not in best or found > best[run.plan.name][0]:
-                best[run.plan.name] = (found, rate)
-        del runs, run
-        gc.collect()
-        torch.cuda.empty_cache()
-        study.save()
+    best = select(study)
     study.record["results"].append({"arm": "base", **study.measure(load(args.base, torch.float32, study.device), 0)})
     for seed in range(args.seeds):
         for passing in (True, False):
-            runs = study.train_group(seed, [(arm, best[arm][1], passing) for arm in ARMS])
+            runs = study.train_group(seed, [(arm, best[arm, passing], passing) for arm in ARMS])
             for run in runs:
                 row = {"arm": run.plan.name, "seed": seed, "state_passing": passing, "rate": run.plan.touched_rate}
                 row |= {"loss": run.loss.item(), **study.measure(run.model, seed)}
                 study.record["results"].append(row)
-                recall = {p: round(c[0] / c[1], 3) for p, c in row["phonebook"].items()}
-                keys = {n: round(c[0] / c[1], 3) for n, c in row["passkey"].items()}
-                bits = [round(b, 3) for b, _ in row["bits_per_byte"]]
-                study.say(f"{run.plan.name} seed {seed} passing {passing} {recall} {keys} {bits}")
+                study.say(f"{run.plan.name} seed {seed} passing {passing} {brief(row)}")
             study.save()
-            del runs, run
-            gc.collect()
-            torch.cuda.empty_cache()
+            del run
+            release(runs)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Pretrain the two small base models that ship with longrecall (one Mamba-2, one GLA) on one GPU.
 
 Whether a small recurrent model learns recall at all is a lottery over seeds: some sit on the plateau of guessing among
-the stored numbers. So several seeds start, the best of each family by recall of two pairs goes on, and the log says so.
+the stored numbers. So several seeds start on easy recall, the best of each family go on, and the log says so.
 Usage: python experiments/pretrain.py --corpus corpus_train.txt.xz --validation corpus_val.txt.xz --out FOLDER
 """
 
@@ -10,23 +10,47 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+import transformers
 from engine import Plan, Run, train
 from measure import bits_per_byte, passkey_counts, phonebook_counts
 from mixture import Books, Recall, recall_loader
 from safetensors.torch import save_file
 
+import longrecall
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
 
 LENGTH = 512
 PAIRS = (1, 2, 4, 8, 16, 32)
+ONE_LETTER_PAIRS = (2, 4, 8, 16, 24)
 CANDIDATES = {
     "mamba2": {
         "hidden_size": 160,
         "layers": [{"mixer": {"type": "mamba2", "inner_dim": 320, "head_dim": 64, "state_dim": 8}}] * 3,
+    },
+    "mamba2_n16": {
+        "hidden_size": 160,
+        "layers": [{"mixer": {"type": "mamba2", "inner_dim": 320, "head_dim": 64, "state_dim": 16}}] * 3,
+    },
+    "mamba2_n4": {
+        "hidden_size": 160,
+        "layers": [{"mixer": {"type": "mamba2", "inner_dim": 320, "head_dim": 64, "state_dim": 4}}] * 3,
+    },
+    "mamba2_n4_g5": {
+        "hidden_size": 160,
+        "layers": [{"mixer": {"type": "mamba2", "inner_dim": 320, "head_dim": 64, "state_dim": 4, "groups": 5}}] * 3,
+    },
+    "mamba2_n4_l2": {
+        "hidden_size": 192,
+        "layers": [{"mixer": {"type": "mamba2", "inner_dim": 384, "head_dim": 64, "state_dim": 4}}] * 2,
+    },
+    "mamba2_g5": {
+        "hidden_size": 160,
+        "layers": [{"mixer": {"type": "mamba2", "inner_dim": 320, "head_dim": 64, "state_dim": 8, "groups": 5}}] * 3,
     },
     "gla": {
         "hidden_size": 128,
@@ -61,6 +85,7 @@ def measure(run: Run, validation: Books, queries: int) -> dict:
         "name": run.plan.name,
         "loss": run.loss.item(),
         "phonebook": {p: round(mean(phonebook_counts(run.model, p, queries, 0)), 3) for p in PAIRS},
+        "one_letter": {p: round(mean(phonebook_counts(run.model, p, queries, 0, 1, 1)), 3) for p in ONE_LETTER_PAIRS},
         "passkey": {n: round(passkey_counts(run.model, n, 256, 0)[0] / 256, 3) for n in (128, 512, 1024, 2048)},
         "bits_per_byte": [
             round(x, 3) for x, _ in bits_per_byte(run.model, validation, [0, 256, 512, 1024, 2048], 64, 0)
@@ -76,6 +101,42 @@ def mean(counts) -> float:
     return float(counts[:, 0].sum() / counts[:, 1].sum())
 
 
+def family(run: Run) -> str:
+    """mamba2 or gla."""
+    return run.plan.name.split("_")[0].split(":")[0]
+
+
+def best_of(runs: list[Run], found: list[dict], count: int) -> list[Run]:
+    """The `count` runs of every family that recall most of few pairs."""
+
+    def score(result: dict) -> float:
+        return result["phonebook"][2] + result["phonebook"][4] + result["one_letter"][8]
+
+    ranked = [run for run, _ in sorted(zip(runs, found, strict=True), key=lambda pair: -score(pair[1]))]
+    return [run for run in ranked if [other for other in ranked if family(other) == family(run)].index(run) < count]
+
+
+def provenance(args: argparse.Namespace) -> dict:
+    """When, on what and with what."""
+    skipped = ("corpus", "validation", "out", "workers")
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "longrecall": longrecall.__version__,
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "settings": {key: value for key, value in vars(args).items() if key not in skipped},
+    }
+
+
+def save(run: Run, folder: Path) -> None:
+    """Write the weights (float32) and the config of a finalist."""
+    weights = {name: t.contiguous().cpu() for name, t in run.model.state_dict().items() if name != "lm_head.weight"}
+    stem = run.plan.name.replace(":", "-")
+    save_file(weights, folder / f"{stem}.safetensors")
+    (folder / f"{stem}.json").write_text(run.model.config.to_json_string())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, required=True)
@@ -87,6 +148,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--trials", default="mamba2:0,mamba2:1,mamba2:2,mamba2:3,gla:0,gla:1,gla:2,gla_k2:0")
+    parser.add_argument("--keep", type=int, default=1, help="trials of each family that go on")
+    parser.add_argument("--early", type=int, default=800, help="steps of easy recall at the start")
+    parser.add_argument("--compiled", action="store_true", help="fuse the layers: twice as fast, a slower start")
     parser.add_argument("--workers", type=int, default=12)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -95,7 +159,8 @@ def main() -> None:
     began = time.time()
     corpus, validation = Books(args.corpus, device), Books(args.validation, device)
     books, keys = args.batch * 5 // 16, args.batch // 8
-    data = Recall(0, args.steps, LENGTH, args.batch - books - keys, keys)
+    easy = args.batch - keys - books // 2
+    data = Recall(0, args.steps, LENGTH, args.batch - books - keys, keys, early=args.early, early_phonebooks=easy)
     loader = recall_loader(data, args.workers)
     generator = torch.Generator(device=device).manual_seed(0)
     ids = torch.zeros(args.batch, LENGTH, dtype=torch.long, device=device)
@@ -103,24 +168,26 @@ def main() -> None:
     runs = []
     for trial in args.trials.split(","):
         name, seed = trial.split(":")
-        plan = Plan(trial, args.learning_rate, warmup=200, seed=int(seed))
+        plan = Plan(trial, args.learning_rate, warmup=200, seed=int(seed), compiled=args.compiled)
         runs.append(Run(build(name, int(seed), device), plan, args.steps, ids, labels))
 
     def next_batch(step: int):
         made, wanted = next(loader)
-        text = corpus.crops(generator, books, LENGTH)
+        text = corpus.crops(generator, args.batch - len(made), LENGTH)
         made, wanted = (torch.as_tensor(x).to(device, non_blocking=True) for x in (made, wanted))
         return torch.cat([text, made]), torch.cat([text, wanted])
 
     log = []
 
     def look(step: int, queries: int) -> list[dict]:
-        found = [
-            {"step": step, "seconds": round(time.time() - began, 1), **measure(run, validation, queries)}
-            for run in runs
-        ]
+        # Every length of the questions would be compiled anew.
+        with torch.compiler.set_stance("force_eager"):
+            found = [
+                {"step": step, "seconds": round(time.time() - began, 1), **measure(run, validation, queries)}
+                for run in runs
+            ]
         log.extend(found)
-        (args.out / "pretraining.json").write_text(json.dumps(log, indent=1))
+        (args.out / "pretraining.json").write_text(json.dumps(provenance(args) | {"log": log}, indent=1))
         return found
 
     step = 0
@@ -132,17 +199,9 @@ def main() -> None:
         print(f"step {step}, {time.time() - began:.0f} s", flush=True)
         found = look(step, 1024)
         if step == args.trial_steps:
-            best = {}
-            for run, result in zip(runs, found, strict=True):
-                family = run.plan.name[:3]
-                score = result["phonebook"][2] + result["phonebook"][4]
-                if family not in best or score > best[family][0] + (0.3 if "k2" in run.plan.name else 0):
-                    best[family] = (score, run)
-            runs = [run for _, run in best.values()]
+            runs = best_of(runs, found, args.keep)
     for run in runs:
-        weights = {name: t.contiguous().cpu() for name, t in run.model.state_dict().items() if name != "lm_head.weight"}
-        save_file(weights, args.out / f"{run.plan.name.split('_')[0].split(':')[0]}.safetensors")
-        (args.out / f"{run.plan.name.split('_')[0].split(':')[0]}.json").write_text(run.model.config.to_json_string())
+        save(run, args.out)
     print(f"done after {step} steps, {time.time() - began:.0f} s", flush=True)
 
 

@@ -17,7 +17,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,42 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 DOCS = HERE.parent / "docs"
 ARMS = ("plain", "reinit", "inherit", "preserve", "perturb", "handover")
-STUDIES = {
-    "mamba2_two_letter": "post_training_mamba2.json",
-    "mamba2_one_letter": "post_training_mamba2_one_letter.json",
-    "gla_two_letter": "post_training_gla.json",
+STUDIES = {"mamba2": "post_training_mamba2.json", "gla": "post_training_gla.json"}
+SHIPPED = "mamba2_n4_g5:4"
+"""The trial of pretraining that became the Mamba-2 base."""
+SIZES = {
+    "mamba2_n4": (1, 3840),
+    "mamba2_n4_g5": (5, 3840),
+    "mamba2": (1, 7680),
+    "mamba2_g5": (5, 7680),
+    "mamba2_n16": (1, 15360),
 }
+"""Groups and numbers of state of the Mamba-2 candidates of pretrain.py."""
+OFF_THE_PLATEAU = 0.6
+"""Recall of two pairs that guessing between the two stored numbers (.5) does not reach."""
+RECIPE_TAG = "t3k1 mix"
+"""The mixture of the sweep that the demo took."""
+TASKS = {
+    "phonebook": "two letters, {}",
+    "one_letter": "one letter, {}",
+    "passkey": "key at {}",
+    "bits_per_byte": "bits {}",
+}
+"""Head of a column of differences, per task."""
+COLUMNS = {
+    "mamba2": (
+        *(("phonebook", pairs) for pairs in ("8", "16", "32")),
+        *(("one_letter", pairs) for pairs in ("8", "24")),
+        *(("passkey", length) for length in ("1024", "2048")),
+        *(("bits_per_byte", span) for span in ("256–512", "8k–16k")),
+    ),
+    "gla": (
+        *(("phonebook", pairs) for pairs in ("8", "16", "32", "64")),
+        *(("passkey", length) for length in ("512", "2048")),
+        *(("bits_per_byte", span) for span in ("256–512", "8k–16k")),
+    ),
+}
+"""The cells that the tables of differences show: (task, cell)."""
 T_TWO_DEGREES = 4.302652729911275
 """97.5% quantile of Student's t with 2 degrees of freedom: three seeds."""
 MARKED = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -113,39 +144,51 @@ def shares_table(study: Study, task: str, unit: str) -> str:
     )
 
 
-def recall_table(study: Study) -> str:
-    return shares_table(study, "phonebook", "pairs")
-
-
-def passkey_table(study: Study) -> str:
-    return shares_table(study, "passkey", "tokens")
-
-
-def against_plain_table(study: Study) -> str:
-    """Recall minus that of plain continued training, seed by seed; bold where the interval leaves out zero."""
-    cells = [c for c in study["results"][0]["phonebook"] if int(c) >= 4]
-    lines = []
-    for arm in ARMS[1:]:
-        for passing in (False, True):
-            pairs = list(zip(rows_of(study, arm, passing), rows_of(study, "plain", passing), strict=True))
-            lines.append([arm, label(passing)] + [difference(pairs, cell) for cell in cells])
-    return table(["arm", "passing", *(f"{c} pairs" for c in cells)], lines)
-
-
-def difference(pairs: list[tuple[Row, Row]], cell: str) -> str:
-    """Mean difference of the recall of paired models ± half the t interval."""
-    return signed_with_error(*t_interval([right(a, "phonebook", cell) - right(b, "phonebook", cell) for a, b in pairs]))
-
-
-def right(row: Row, task: str, cell: str) -> float:
-    """Share of right answers of one model."""
-    count, asked = row[task][cell][:2]
-    return count / asked
-
-
 def signed_with_error(mean: float, half: float) -> str:
+    """`mean` ± `half`, bold where the interval leaves out zero."""
     text = f"{number(mean, signed=True)} ± {number(half)}"
     return f"**{text}**" if abs(mean) > half else text
+
+
+def value(study: Study, row: Row, task: str, cell: str) -> float:
+    """Share of right answers of one model in one cell, or its bits per byte in one range of positions."""
+    if task == "bits_per_byte":
+        return row[task][spans(study).index(cell)][0]
+    right, asked = row[task][cell][:2]
+    return right / asked
+
+
+def differences(name: str, study: Study, rows: list[Row], others: list[Row]) -> list[str]:
+    """`rows` minus `others`, model by model, in every cell of COLUMNS: mean ± half the t interval."""
+    pairs = list(zip(rows, others, strict=True))
+    return [
+        signed_with_error(*t_interval([value(study, a, *column) - value(study, b, *column) for a, b in pairs]))
+        for column in COLUMNS[name]
+    ]
+
+
+def heads(name: str) -> list[str]:
+    """Heads of the columns of `differences`."""
+    return [TASKS[task].format(cell) for task, cell in COLUMNS[name]]
+
+
+def against_plain_table(name: str, study: Study) -> str:
+    """Every arm minus plain continued training, seed by seed."""
+    lines = [
+        [arm, label(passing), *differences(name, study, rows_of(study, arm, passing), rows_of(study, "plain", passing))]
+        for passing in (False, True)
+        for arm in ARMS[1:]
+    ]
+    return table(["arm", "passing", *heads(name)], lines)
+
+
+def passing_table(name: str, study: Study) -> str:
+    """What state passing changes, seed by seed."""
+    lines = [
+        [arm, "on − off", *differences(name, study, rows_of(study, arm, True), rows_of(study, arm, False))]
+        for arm in ARMS
+    ]
+    return table(["arm", "passing", *heads(name)], lines)
 
 
 def spans(study: Study) -> list[str]:
@@ -172,81 +215,92 @@ def bits_table(study: Study) -> str:
     return table(["arm", "passing", *names, "change from 512–1k to 8k–16k"], lines)
 
 
-def passing_table(study: Study) -> str:
-    """What state passing changes, seed by seed: recall, the pass key and bits per byte with it minus without."""
-    books = [c for c in study["results"][0]["phonebook"] if int(c) in (4, 8, 16, 24, 32)]
-    keys = [c for c in study["results"][0]["passkey"] if int(c) in (512, 2048, 16384)]
-    names = spans(study)
-    lines = []
-    for arm in ARMS:
-        pairs = list(zip(rows_of(study, arm, True), rows_of(study, arm, False), strict=True))
-        found = [difference(pairs, c) for c in books]
-        found += [
-            signed_with_error(*t_interval([right(a, "passkey", c) - right(b, "passkey", c) for a, b in pairs]))
-            for c in keys
+def between_table(name: str, study: Study) -> str:
+    """The differences between arms that the page speaks of."""
+    lines = [
+        [
+            f"{one} − {other}",
+            label(passing),
+            *differences(name, study, rows_of(study, one, passing), rows_of(study, other, passing)),
         ]
-        for span in ("0–256", "8k–16k"):
-            i = names.index(span)
-            values = [a["bits_per_byte"][i][0] - b["bits_per_byte"][i][0] for a, b in pairs]
-            found.append(signed_with_error(*t_interval(values)))
-        lines.append([arm, "on − off", *found])
-    head = [*(f"{c} pairs" for c in books), *(f"key at {c}" for c in keys), "bits 0–256", "bits 8k–16k"]
-    return table(["arm", "passing", *head], lines)
+        for one, other in (("perturb", "preserve"), ("perturb", "reinit"), ("reinit", "inherit"))
+        for passing in (False, True)
+    ]
+    return table(["arms", "passing", *heads(name)], lines)
 
 
 def rates_table(study: Study) -> str:
-    """What each rate of the touched parameters scored in the selection."""
+    """What each rate of the touched parameters scored in the selection; the GLA study chose with passing on alone."""
     rates = sorted({r["rate"] for r in study["selection"]})
+    found = {(r["arm"], r.get("state_passing", True), r["rate"]): r["score"] for r in study["selection"]}
     lines = []
-    for arm in ARMS:
-        scores = {r["rate"]: r["score"] for r in study["selection"] if r["arm"] == arm}
-        best = max(scores, key=lambda rate: scores[rate])
-        shown = [f"**{number(scores[r])}**" if r == best else number(scores[r]) for r in rates]
-        lines.append([arm, f"{float(study['settings']['learning_rate']):g}", *shown])
-    return table(["arm", "rate of the rest", *(f"touched at {r:g}" for r in rates)], lines)
+    for passing in sorted({passing for _, passing, _ in found}):
+        for arm in ARMS:
+            scores = [found[arm, passing, rate] for rate in rates]
+            shown = [f"**{number(s)}**" if s == max(scores) else number(s) for s in scores]
+            lines.append([arm, label(passing), *shown])
+    return table(["arm", "passing", *(f"touched at {r:g}" for r in rates)], lines)
 
 
 def sweep_table() -> str:
-    """The long runs of the exploration: one seed each."""
+    """The runs of the sweep on the mixture of the demo: one seed each. `plain` had one rate, whatever its name says."""
     lines = []
-    for row in read("sweep_recipes.json"):
-        if row["steps"] == 2000:
-            shape = "one-letter" if row["shape"] == [1, 1] else "two-letter"
-            size = f"{row['steps']} × {row['B']} × {row['T']}"
-            lines.append([f"{row['base']}, {shape}, {size}", row["arm"], *(number(v) for v in row["phonebook"])])
-    return table(["run", "arm", "2 pairs", "4", "8", "16", "24 (two-letter: 32)"], lines)
+    for row in read("sweep_recipes.json")["log"]:
+        if row["tag"] == RECIPE_TAG:
+            arm, rest, touched = row["name"].split()
+            rates = f"{float(rest):g}" if arm == "plain" else f"{float(rest):g}, touched {float(touched):g}"
+            shares = [number(v) for v in (*row["one"], *row["two"], row["key"][-1])]
+            bits_shown = [f"{row['bpb'][i]:.3f}" for i in (1, -1)]
+            lines.append([arm.removesuffix("allx4"), rates, *shares, *bits_shown])
+    one, two = ([f"{word} {p}" for p in pairs] for word, pairs in (("one letter,", (4, 8, 16, 24)), ("two,", (4, 16))))
+    return table(["arm", "rate", *one, *two, "key at 1024", "bits 256–512", "bits 1k–4k"], lines)
 
 
-def pretraining_table() -> str:
-    """The last look at both base models."""
-    log = read("pretraining.json")
-    final = [row for row in log if row["step"] == max(r["step"] for r in log)]
-    pairs, lengths = list(final[0]["phonebook"]), list(final[0]["passkey"])
-    lines = [
-        ["GLA" if row["name"].startswith("gla") else "Mamba-2", str(row["step"])]
-        + [number(row["phonebook"][p]) for p in pairs]
-        + [number(row["passkey"][n]) for n in lengths]
-        for row in final
-    ]
-    return table(["base", "steps", *(f"{p} pairs" for p in pairs), *(f"key at {n}" for n in lengths)], lines)
+def family(row: Row) -> str:
+    """What a trial of pretraining was a seed of."""
+    return row["name"].split(":")[0]
 
 
-MAKERS: dict[str, Callable[[Study], str]] = {
-    "recall": recall_table,
-    "against plain": against_plain_table,
-    "passing": passing_table,
-    "passkey": passkey_table,
-    "bits": bits_table,
-    "rates": rates_table,
-}
+def states_table() -> str:
+    """The last look at every finalist of both Mamba-2 pretrainings, the smaller states first."""
+    lines = []
+    for file in ("pretraining_mamba2.json", "pretraining_mamba2_larger.json"):
+        record = read(file)
+        settings, log = record["settings"], record["log"]
+        trials = [row for row in log if row["step"] == settings["trial_steps"]]
+        for row in (row for row in log if row["step"] == settings["steps"]):
+            alike = [r["phonebook"]["2"] > OFF_THE_PLATEAU for r in trials if family(r) == family(row)]
+            groups, state = SIZES[family(row)]
+            tokens = settings["steps"] * settings["batch"] * settings["length"]
+            shares = [row["phonebook"][p] for p in ("8", "16", "32")] + [
+                row["one_letter"][p] for p in ("8", "16", "24")
+            ]
+            shares += [row["passkey"][n] for n in ("1024", "2048")]
+            name = f"**{row['name']}**" if row["name"] == SHIPPED else row["name"]
+            facts = [f"{state:,}", str(groups), f"{tokens / 1e6:.0f}M", f"{sum(alike)} of {len(alike)}"]
+            lines.append((state, [name, *facts, *map(number, shares)]))
+    lines.sort(key=lambda line: line[0])
+    heads = [f"{word} {p}" for word, pairs in (("two letters,", (8, 16, 32)), ("one,", (8, 16, 24))) for p in pairs]
+    head = ["trial", "state", "groups", "tokens", "off the plateau", *heads, "key at 1024", "key at 2048"]
+    return table(head, [line for _, line in lines])
 
 
 def tables() -> dict[str, str]:
-    """Every table of the page by the name in its marker: `{maker} of {study}`, `sweep`, `pretraining`."""
-    made = {"sweep": sweep_table(), "pretraining": pretraining_table()}
+    """Every table of the page by the name in its marker: `{kind} of {study}`, `sweep`, `states`."""
+    made = {"sweep": sweep_table(), "states": states_table()}
     for name, file in STUDIES.items():
         study = read(file)
-        made |= {f"{kind} of {name}": make(study) for kind, make in MAKERS.items()}
+        made |= {
+            f"against plain of {name}": against_plain_table(name, study),
+            f"rates of {name}": rates_table(study),
+            f"recall of {name}": shares_table(study, "phonebook", "pairs"),
+            f"passkey of {name}": shares_table(study, "passkey", "tokens"),
+            f"bits of {name}": bits_table(study),
+        }
+    study = read(STUDIES["mamba2"])
+    made["between arms of mamba2"] = between_table("mamba2", study)
+    made["passing of mamba2"] = passing_table("mamba2", study)
+    made["one letter of mamba2"] = shares_table(study, "one_letter", "pairs")
     return made
 
 

@@ -30,7 +30,18 @@ HEIGHT = {"ops": 0, "layers": 1, "models": 2, "demo": 4, "cli": 5} | dict.fromke
 """A room imports its own height (without circles) and what lies below; files beside the rooms are free to all."""
 
 OPTIONAL = ("jinja2", "matplotlib", "datasets", "pyarrow", "tensorboard", "triton", "lm_eval", "wandb")
-NEED_EXTRAS = {"longrecall.report.plots", "longrecall.report.sections"}
+NEED_EXTRAS = {
+    f"longrecall.report.{name}"
+    for name in (
+        "diagnosis_plots",
+        "diagnosis_sections",
+        "drawing",
+        "length_plots",
+        "length_sections",
+        "plots",
+        "sections",
+    )
+}
 
 
 def module_name(path: Path) -> str:

@@ -152,17 +152,17 @@ def test_training_mode_is_restored(model: RecurrentLM, tokenizer: Any) -> None:
 
 
 def interrupt_after(cells: int) -> Callable[..., Any]:
-    original = engine_module.run_cell
+    original = engine_module.measure_cell
     done = 0
 
-    def run_cell(*args: Any, **kwargs: Any) -> Any:
+    def measure_cell(*args: Any, **kwargs: Any) -> Any:
         nonlocal done
         if done == cells:
             raise KeyboardInterrupt
         done += 1
         return original(*args, **kwargs)
 
-    return run_cell
+    return measure_cell
 
 
 def strip(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -174,7 +174,7 @@ def test_resume_does_only_what_is_missing(
 ) -> None:
     out, partial = tmp_path / "r.json", tmp_path / "r.json.partial"
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "run_cell", interrupt_after(4))
+        patch.setattr(engine_module, "measure_cell", interrupt_after(4))
         with pytest.raises(KeyboardInterrupt):
             run(model, tokenizer, out=out)
     assert partial.exists() and not out.exists()
@@ -182,14 +182,14 @@ def test_resume_does_only_what_is_missing(
 
     with monkeypatch.context() as patch:
         # Six cells in all: two are left, a third would be interrupted.
-        patch.setattr(engine_module, "run_cell", interrupt_after(2))
+        patch.setattr(engine_module, "measure_cell", interrupt_after(2))
         resumed = run(model, tokenizer, out=out, resume=True)
     assert not partial.exists()
     assert read_result(out) == resumed
     assert strip(resumed) == strip(run(model, tokenizer))
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "run_cell", interrupt_after(0))
+        patch.setattr(engine_module, "measure_cell", interrupt_after(0))
         assert run(model, tokenizer, out=out, resume=True) == resumed
 
 
@@ -215,7 +215,7 @@ def test_resume_refuses_another_model(
     model: RecurrentLM, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "r.json"
-    monkeypatch.setattr(engine_module, "run_cell", interrupt_after(1))
+    monkeypatch.setattr(engine_module, "measure_cell", interrupt_after(1))
     with pytest.raises(KeyboardInterrupt):
         run(model, tokenizer, out=out)
     with torch.no_grad():
@@ -248,7 +248,7 @@ def test_resume_refuses_another_model(
 def test_bad_input_fails_before_anything_runs(
     model: RecurrentLM, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words: str
 ) -> None:
-    monkeypatch.setattr(engine_module, "run_cell", interrupt_after(0))
+    monkeypatch.setattr(engine_module, "measure_cell", interrupt_after(0))
     with pytest.raises(UserError, match=re.escape(words)):
         run(model, tokenizer, **change)
 

@@ -291,3 +291,21 @@ def test_memory_of_a_forward_without_gradients_grows_no_faster_than_the_sequence
     model = build(name)
     # Both lengths are whole segments, so a + b T with a >= 0 gives 4 at most; a T x T matrix would show as up to 16.
     assert peak_bytes(model, 4096) <= 4.05 * peak_bytes(model, 1024)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_carried_state_at_awkward_lengths_ends_where_one_forward_ends(name: str) -> None:
+    """Segments of prime lengths, around the chunks of the recurrences and the taps of the convolutions."""
+    model, lengths = build(name), (2, 3, 61, 1, 67, 5, 131)
+    x = tokens(2, sum(lengths))
+    with torch.no_grad():
+        whole = model(x)
+        state = model.zero_state(2)
+        for part in x.split(lengths, dim=1):
+            state = model(part, past_key_values=state).past_key_values
+    assert state.position.tolist() == [sum(lengths)] * 2
+    for found, expected in zip(state.layers, whole.past_key_values.layers, strict=True):
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            # A state is a sum over 270 tokens of magnitude 1 to 20: the promised 1e-4 is relative above 1.
+            torch.testing.assert_close(found[key], tensor, rtol=TOLERANCE, atol=TOLERANCE, msg=key)

@@ -102,6 +102,83 @@ def training(label: str | None = None, steps: int = 300) -> dict[str, Any]:
     return data if label is None else data | {"label": label}
 
 
+def lengths_evaluation(strength: float, label: str | None = None, trained: int | None = 20) -> dict[str, Any]:
+    """A result of copying and stories."""
+    data = evaluation(strength, label)
+    results: list[dict[str, Any]] = []
+    for letters in (10, 20, 40, 80, 160):
+        share = 1 / (1 + (letters / strength) ** 3)
+        cell = {"task": "copying", "cell": {"length": letters}}
+        results.append({**cell, **accuracy(share, 256)})
+        results.append({**cell, **accuracy(share**0.25, 256 * letters), "metric": "character_accuracy"})
+    for task in range(1, 6):
+        for length in (256, 512, 1024, 2048, 4096):
+            share = 1 / (1 + (length * task / (200 * strength)) ** 1.2)
+            cell = {"task": "babilong", "cell": {"task": f"qa{task}", "length": length}}
+            results.append({**cell, **accuracy(share, 100)})
+            results.append({**cell, **accuracy(share * 0.9, 100), "metric": "exact_match"})
+    settings = data["settings"] | {"options": {"copying": {"trained": trained, "opening": True}}}
+    checkpoint = data["checkpoint"] | {"context_length": 512}
+    return data | {"results": results, "settings": settings, "checkpoint": checkpoint, "summary": {}}
+
+
+def diagnosis(health: float, label: str | None = None, layers: int = 2, heads: int = 2) -> dict[str, Any]:
+    """A diagnosis of a model trained on 512 tokens; with `health` 1 nothing goes wrong beyond."""
+    edges = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    ill = 1 - health
+    perplexity = [
+        {"start": start, "end": end, "loss": loss, "bits_per_byte": loss / math.log(2), "low": loss - 0.05}
+        | {"high": loss + 0.06, "count": 8}
+        for start, end in pairwise(edges)
+        for loss in [1.7 - 0.05 * math.log2(end / 64) + ill * max(0.0, math.log2(end / 512)) ** 1.5]
+    ]
+    positions = [16 * 2**power for power in range(10)]
+
+    def head(layer: int, number: int) -> dict[str, Any]:
+        growth = [math.log2(place / 8) ** (1 + ill) * (1 + 0.2 * number) / (1 + layer) for place in positions]
+        return {
+            "mean": [0.01 * value for value in growth],
+            "std": [0.1 * value for value in growth],
+            "norm": growth,
+            "effective_rank": [16 * (0.3 + 0.6 * (place / 8192) ** 0.3 - 0.05 * number) for place in positions],
+            "stable_rank": [1.0 for _ in positions],
+        }
+
+    state = [
+        {"layer": layer, "mixer": "mamba2", "key_dim": 16, "value_dim": 64}
+        | {"heads": [head(layer, number) for number in range(heads)]}
+        for layer in range(layers)
+    ]
+    left_out = [0, 512, 1024, 2048, 4096, 6144, 7168, 7680, 7936, 8064, 8128, 8160, 8191]
+    remembrance = [
+        {"t": t, "value": value, "low": max(0.0, value - 0.05), "high": min(1.0, value + 0.05), "count": 8}
+        for t in left_out
+        for value in [min(0.95, (0.7 * ill if t else 0.0) + 0.25 / math.log2(8192 - t + 2))]
+    ]
+    recall = [
+        {"length": length, "value": value, "low": max(0.0, value - 0.1), "high": min(1.0, value + 0.1), "count": 40}
+        for length in (128, 256, 512, 1024, 2048, 4096, 8192)
+        for value in [1 / (1 + (length / (700 + 9000 * health)) ** 2)]
+    ]
+    finding = {
+        "finding": "length" if ill else "healthy",
+        "text": "perplexity leaves its 512-token level at 700" if ill else "nothing is wrong up to 8192 tokens",
+        "advice": "post-train with state passing: longrecall train recipes/post_train.yaml" if ill else "",
+        "numbers": {"position": 700},
+    }
+    data: dict[str, Any] = {
+        **{key: evaluation(9)[key] for key in ("schema", "created", "longrecall", "environment", "checkpoint")},
+        "kind": "diagnosis",
+        "settings": {"text": "book.txt", "training_length": 512, "multiple": 16, "sequences": 8, "seed": 0},
+        "perplexity": perplexity,
+        "state": {"positions": positions, "layers": state},
+        "remembrance": {"length": 8192, "points": remembrance},
+        "recall": {"points": recall, "maximum": {"0.5": 700 if ill else 8192, "0.8": None if ill else 4096}},
+        "verdict": [finding],
+    }
+    return data if label is None else data | {"label": label}
+
+
 def write(folder: Path, **files: dict[str, Any]) -> list[str]:
     """Write each as `<name>.json`, return the paths in order."""
     paths = []
@@ -116,5 +193,10 @@ def write(folder: Path, **files: dict[str, Any]) -> list[str]:
 def synthetic(tmp_path: Path) -> SimpleNamespace:
     """`evaluation` and `training` make files' contents, `write(**files)` puts them into a fresh folder."""
     return SimpleNamespace(
-        evaluation=evaluation, training=training, write=lambda **files: write(tmp_path, **files), folder=tmp_path
+        evaluation=evaluation,
+        training=training,
+        lengths=lengths_evaluation,
+        diagnosis=diagnosis,
+        write=lambda **files: write(tmp_path, **files),
+        folder=tmp_path,
     )

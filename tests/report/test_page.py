@@ -91,6 +91,8 @@ def test_plots_have_names_and_tables_for_those_who_do_not_see_them(full: tuple[s
     assert len(plots) == 5
     assert all(plot["role"] == "img" and plot["aria-labelledby"] for plot in plots)
     assert len(page.all("figure")) == len(page.all("figcaption")) == 5
+    readings = [text for text in page.text["span"] if text.startswith("How to read it: ")]
+    assert len(readings) == 5 and all(text.count(". ") == 0 and text.endswith(".") for text in readings)
     assert len(page.all("table")) == len(page.all("caption"))
     assert len(page.all("details")) >= 5
     assert page.text["title"][0] == page.text["h1"][0]

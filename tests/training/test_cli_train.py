@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from longrecall.cli import train as verb
+from longrecall.cli.main import main
 from longrecall.errors import UserError
 from longrecall.training.recipe import Recipe
 
@@ -47,6 +48,29 @@ def test_train_and_resume_print_json(recipe_file: str, capsys: pytest.CaptureFix
 def test_bad_override_is_a_user_error(recipe_file: str) -> None:
     with pytest.raises(UserError, match='Did you mean "steps"'):
         verb.run(arguments(recipe_file, "--set", "run.step=9"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("initial_state={kind: state_pasing}", 'Did you mean "state_passing"'),
+        ("initial_state={kind: noise, std: 0}", "initial_state: std must be above 0"),
+        ("initial_state={kind: noise}", '"initial_state.std" is missing'),
+    ],
+)
+def test_bad_interventions_are_one_line_and_code_2(
+    recipe_file: str, override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", recipe_file, "--set", override]) == 2
+    told = capsys.readouterr().err.strip()
+    assert message in told and "\n" not in told
+
+
+def test_text_that_cannot_continue_is_one_line_and_code_2(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = ["--set", "data.sources=[{kind: passkey}]", "--set", "data.context_length=300"]
+    assert main(["train", recipe_file, "--dry-run", "--set", "initial_state={kind: truncated_bptt}", *tasks]) == 2
+    told = capsys.readouterr().err.strip()
+    assert "passkey cannot continue from batch to batch" in told and "\n" not in told
 
 
 def test_the_verb_imports_nothing_heavy() -> None:

@@ -324,6 +324,8 @@ def test_hub_dataset_streams_repeats_and_resumes(hub_folder: Callable[[list[str]
     ids = torch.cat([batch["input_ids"][0] for batch in batches]).tolist()
     joined = "".join("|" if token == END_ID else chr(token) for token in ids)
     assert joined == ("|".join(texts) + "|") * 2 + joined[2 * len("|".join(texts) + "|") :]
+    starts = [20 * number + start for number, batch in enumerate(batches) for start in batch["starts"][0]]
+    assert starts == [0, *(place + 1 for place, token in enumerate(ids[:-1]) if token == END_ID)]
     for at in (0, 3, 9, 16):  # within the first and the second pass
         again = stream_of(source, context=20, batch=1)
         again.restore(positions[at])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from longrecall.training.optimizer import make_optimizer, parameter_groups, touc
 from longrecall.training.recipe import Recipe
 from longrecall.training.run import run_recipe
 from longrecall.training.schedule import rate_factor
+from longrecall.training.segments import Segments, read_batch
+from tests.training.interventions import override
 
 WORKER = """
 import sys
@@ -34,8 +37,6 @@ from longrecall.training.recipe import Recipe
 from longrecall.training.run import run_recipe
 
 torch.set_num_threads(1)
-path, folder = sys.argv[1:]
-run_recipe(Recipe.load(path, [f"run.output={folder}/whole"]), show_progress=False)
 
 class Killed(BaseException):
     pass
@@ -47,16 +48,33 @@ def dying(self):
             raise Killed
         yield batch
 
-BatchStream.__iter__ = dying
-try:
-    run_recipe(Recipe.load(path, [f"run.output={folder}/killed"]), show_progress=False)
-except Killed:
-    pass
-BatchStream.__iter__ = original
-summary = run_recipe(Recipe.load(path, [f"run.output={folder}/killed"]), resume=True, show_progress=False)
-assert summary.resumed_from == 3, summary
+for folder in sys.argv[1:]:
+    path = f"{folder}/r.yaml"
+    run_recipe(Recipe.load(path, [f"run.output={folder}/whole"]), show_progress=False)
+    BatchStream.__iter__ = dying
+    try:
+        run_recipe(Recipe.load(path, [f"run.output={folder}/killed"]), show_progress=False)
+    except Killed:
+        pass
+    BatchStream.__iter__ = original
+    summary = run_recipe(Recipe.load(path, [f"run.output={folder}/killed"]), resume=True, show_progress=False)
+    assert summary.resumed_from == 3, summary
 torch.distributed.destroy_process_group()
 """
+
+KINDS: dict[str, dict[str, Any]] = {
+    "state_passing": {"probability": 0.7},
+    "fitted_noise": {"decay": 0.9},
+    "truncated_bptt": {},
+    "learned": {"freeze": True},
+}
+OWN = {
+    "state_passing": "initial_state.carried.0.recurrent",
+    "fitted_noise": "initial_state.mean.0.recurrent",
+    "truncated_bptt": "initial_state.carried.0.recurrent",
+    "learned": "initial_state.0/recurrent",
+}
+"""A tensor of each intervention as a checkpoint holds it."""
 
 
 def losses(folder: Path) -> list[float]:
@@ -67,24 +85,28 @@ def reference(recipe: Recipe) -> list[float]:
     """The same training in one process: two streams, two carried states, one gradient over all labels."""
     source = open_checkpoint(recipe.model.checkpoint)
     model = longrecall.load(recipe.model.checkpoint, dtype="float32").train()
-    groups = parameter_groups([n for n, _ in model.named_parameters()], touched_names(source.surgery), recipe.optimizer)
+    # A learned state is one for both processes, as the weights are.
+    ranks = (0, 0) if recipe.initial_state.kind == "learned" else (0, 1)
+    made = {rank: make_initial_state(recipe.initial_state, model, recipe.run.seed, rank) for rank in set(ranks)}
+    states = [made[rank] for rank in ranks]
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    rate = getattr(recipe.initial_state, "learning_rate", 0.0)
+    groups = parameter_groups(names, touched_names(source.surgery), recipe.optimizer, rate)
     optimizer = make_optimizer(model, groups, recipe.optimizer)
-    streams = [BatchStream(recipe.data, byte_tokenizer(), recipe.run.batch_size, rank, 2) for rank in range(2)]
-    states = [make_initial_state(recipe.initial_state, model, recipe.run.seed, rank) for rank in range(2)]
+    streams = [
+        BatchStream(recipe.data, byte_tokenizer(), recipe.run.batch_size, rank, 2, continued=recipe.continues)
+        for rank in range(2)
+    ]
     found = []
     for step in range(recipe.steps(2)):
         total, labels = torch.zeros(()), 0
         for stream, initial in zip(streams, states, strict=True):
             for _ in range(recipe.run.gradient_accumulation):
                 batch = stream.next_batch()
-                out = model(
-                    batch["input_ids"],
-                    labels=batch["labels"],
-                    past_key_values=initial.before_batch(torch.ones(3, dtype=torch.bool)),
-                )
-                initial.after_batch(out.past_key_values)
+                segments = Segments.of(batch["starts"], 48) if recipe.continues else None
+                mean = read_batch(model, batch["input_ids"], batch["labels"], batch["text"], initial, segments)
                 count = int((batch["labels"][:, 1:] != -100).sum())
-                total, labels = total + out.loss * count, labels + count
+                total, labels = total + mean * count, labels + count
         (total / labels).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
         for group, mine in zip(optimizer.param_groups, groups, strict=True):
@@ -96,8 +118,11 @@ def reference(recipe: Recipe) -> list[float]:
 
 
 def test_two_processes(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
-    recipe = make_recipe("run.save_every=3")
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
+    """Every intervention: the losses are those of one process that does the work of both, and a resume is exact."""
+    recipes = {kind: make_recipe(override(kind, **options), "run.save_every=3") for kind, options in KINDS.items()}
+    for kind, recipe in recipes.items():
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "r.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
     (tmp_path / "worker.py").write_text(WORKER)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -105,21 +130,25 @@ def test_two_processes(make_recipe: Callable[..., Recipe], tmp_path: Path) -> No
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
-        [*command, str(tmp_path / "worker.py"), str(tmp_path / "r.yaml"), str(tmp_path)],
+        [*command, str(tmp_path / "worker.py"), *(str(tmp_path / kind) for kind in recipes)],
         env=environment, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
 
-    whole = losses(tmp_path / "whole")
-    # float32 sums over two processes and micro-batches in another order, grown over six steps of AdamW.
-    assert whole == pytest.approx(reference(recipe), rel=1e-4)
-    assert losses(tmp_path / "killed") == whole
-    assert [saved.step for saved in find_saved_runs(tmp_path / "whole")] == [3, 6]
-    saved = find_saved_runs(tmp_path / "whole")[-1]
-    first, second = saved.process(0), saved.process(1)
-    assert first.data["position"] != second.data["position"]
-    carried = "initial_state.carried.0.recurrent"
-    assert first.tensors[carried].shape == second.tensors[carried].shape
-    assert not torch.equal(first.tensors[carried], second.tensors[carried])
+    for kind, recipe in recipes.items():
+        whole = losses(tmp_path / kind / "whole")
+        # float32 sums over two processes and micro-batches in another order, grown over six steps of AdamW.
+        assert whole == pytest.approx(reference(recipe), rel=1e-4), kind
+        assert losses(tmp_path / kind / "killed") == whole, kind
+        runs = find_saved_runs(tmp_path / kind / "whole")
+        assert [saved.step for saved in runs] == [3, 6]
+        first, second = runs[-1].process(0), runs[-1].process(1)
+        assert first.data["position"] != second.data["position"]
+        own = OWN.get(kind)
+        if own is not None:
+            assert first.tensors[own].shape == second.tensors[own].shape
+            # What a process carries or fits is its own; what it learns is the same everywhere.
+            assert torch.equal(first.tensors[own], second.tensors[own]) is (kind == "learned")
+    whole_run = tmp_path / "state_passing" / "whole"
     with pytest.raises(UserError, match="was saved by 2 processes and cannot go on with 1"):
-        run_recipe(Recipe.from_dict(recipe.to_dict(), [f"run.output={tmp_path / 'whole'}"]), resume=True)
+        run_recipe(Recipe.from_dict(recipes["state_passing"].to_dict(), [f"run.output={whole_run}"]), resume=True)

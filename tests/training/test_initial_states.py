@@ -12,7 +12,7 @@ from longrecall.errors import UserError
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 from longrecall.training.initial_states import StatePassing, Zero, make_initial_state, register
-from longrecall.training.recipe import StatePassingRecipe, ZeroState
+from longrecall.training.recipe_states import StatePassingRecipe, ZeroState
 from tests.conftest import MIXERS, RECURRENT
 
 ModelMaker = Callable[..., RecurrentLM]

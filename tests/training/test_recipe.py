@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longrecall.errors import UserError
-from longrecall.training.recipe import HandoverRecipe, OptimizerRecipe, Recipe, StatePassingRecipe
+from longrecall.training.recipe import HandoverRecipe, OptimizerRecipe, Recipe
 from longrecall.training.recipe_sources import TextSource
+from longrecall.training.recipe_states import INITIAL_STATES, StatePassingRecipe
 from longrecall.training.schedule import handover_progress, rate_factor
 
 MINIMAL: dict[str, Any] = {
@@ -34,6 +35,14 @@ def test_round_trip_through_plain_data() -> None:
     overrides = ["initial_state.kind=state_passing", "initial_state.clip_norm=3", "data.context_length=4k"]
     recipe = Recipe.from_dict(MINIMAL, overrides)
     assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
+
+
+@pytest.mark.parametrize("kind", list(INITIAL_STATES))
+def test_every_intervention_survives_the_trip_through_plain_data(kind: str) -> None:
+    recipe = Recipe.from_dict({**MINIMAL, "initial_state": {"kind": kind, **({"std": 2} if kind == "noise" else {})}})
+    assert recipe.initial_state.kind == kind
+    assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
+    assert recipe.continues is (kind == "truncated_bptt")
 
 
 def test_overrides_are_typed_and_leave_the_data_alone() -> None:
@@ -61,6 +70,20 @@ def test_overrides_are_typed_and_leave_the_data_alone() -> None:
         ("data.sources.0.pth=x", 'unknown key "data.sources.0.pth".*Did you mean "path"'),
         ("data.sources.0.kind=txt", 'data.sources.0.kind "txt" is unknown.*Did you mean "text"'),
         ("initial_state.kind=state_pasing", 'initial_state.kind "state_pasing".*Did you mean "state_passing"'),
+        ("initial_state={kind: fited_noise}", 'initial_state.kind "fited_noise".*Did you mean "fitted_noise"'),
+        ("initial_state={kind: noise}", '"initial_state.std" is missing'),
+        ("initial_state={kind: noise, std: 0}", "initial_state: std must be above 0, got 0"),
+        ("initial_state={kind: noise, std: -1}", "initial_state: std must be above 0, got -1"),
+        ("initial_state={kind: noise, std: .inf}", "initial_state: std must be above 0, got inf"),
+        ("initial_state={kind: noise, std: 1, clip_norm: 3}", 'unknown key "initial_state.clip_norm"'),
+        ("initial_state={kind: fitted_noise, average: mean}", 'average "mean" is none of exponential, cumulative'),
+        ("initial_state={kind: fitted_noise, decay: 1}", "decay must lie between 0 and 1, got 1"),
+        ("initial_state={kind: fitted_noise, clip_norm: 0}", "clip_norm must be above 0, got 0"),
+        ("initial_state={kind: state_passing, probability: 1.5}", "probability must be a share between 0 and 1"),
+        ("initial_state={kind: truncated_bptt, text_only: true}", 'unknown key "initial_state.text_only"'),
+        ("initial_state={kind: learned, learning_rate: 0}", "initial_state: learning_rate must be above 0"),
+        ("initial_state={kind: learned, freeze: 1}", "initial_state.freeze must be true or false"),
+        ("initial_state={kind: learned, frozen: true}", 'unknown key "initial_state.frozen".*Did you mean "freeze"'),
         ("data.sources.1.weight=2", "data.sources.1 is not an entry of a list of 1"),
         ("data.context_length=1.5k", "data.context_length: length '1.5k'"),
         ("data.context_length=1", "context_length must be between"),

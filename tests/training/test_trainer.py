@@ -1,63 +1,27 @@
 from __future__ import annotations
 
 import json
-import resource
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import longrecall
 from longrecall.errors import UserError
 from longrecall.models.byte_tokenizer import byte_tokenizer
 from longrecall.models.checkpoint import open_checkpoint, save
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.training.checkpoints import find_saved_runs, step_folder
-from longrecall.training.data import Batch, BatchStream
+from longrecall.training.checkpoints import step_folder
+from longrecall.training.data import BatchStream
 from longrecall.training.initial_states import make_initial_state
 from longrecall.training.optimizer import make_optimizer, parameter_groups, touched_names
 from longrecall.training.recipe import Recipe
 from longrecall.training.run import run_recipe
 from longrecall.training.schedule import rate_factor
+from tests.training.runs import Killed, kill_after, train, weights
 
 MakeRecipe = Callable[..., Recipe]
-
-
-class Killed(BaseException):
-    """Ends a run from inside, like a signal: no handler for errors sees it."""
-
-
-def train(recipe: Recipe, **options: Any) -> list[dict[str, Any]]:
-    run_recipe(recipe, show_progress=False, **options)
-    rows = [json.loads(line) for line in (Path(recipe.run.output) / "log.jsonl").read_text().splitlines()]
-    # The speed of the machine is no part of a run's result.
-    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
-
-
-def weights(folder: Path) -> dict[str, Tensor]:
-    checkpoint = open_checkpoint(folder)
-    return {name: checkpoint.read(name) for name in checkpoint.names()}
-
-
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def kill_after(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
-    """Let the stream die when batch number `batches` (0-based) of the training is asked for."""
-    original, count = BatchStream.__iter__, iter(range(10_000))
-
-    def dying(self: BatchStream) -> Any:
-        for batch in original(self):
-            if next(count) == batches:
-                raise Killed
-            yield batch
-
-    monkeypatch.setattr(BatchStream, "__iter__", dying)
 
 
 def test_equals_a_loop_written_by_hand(make_recipe: MakeRecipe) -> None:
@@ -116,170 +80,6 @@ def test_training_learns_and_leaves_a_checkpoint(make_recipe: MakeRecipe) -> Non
     assert Recipe.from_dict(result["recipe"]) == recipe
     assert result["checkpoint"]["state_size"] == model.state_size()
     assert result["checkpoint"]["fingerprint"] == model.fingerprint()
-
-
-@pytest.mark.parametrize("initial", ["state_passing", "zero"])
-@pytest.mark.parametrize(("killed_at", "resumed_from"), [(6, 3), (9, 3), (3, 0)])
-def test_resume_after_a_kill_is_exact(
-    make_recipe: MakeRecipe,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    initial: str,
-    killed_at: int,
-    resumed_from: int,
-) -> None:
-    """Six steps in one go, and killed before micro-batch `killed_at`: the same losses and weights, bit for bit."""
-    overrides = ["run.save_every=3", f"initial_state={{kind: {initial}}}"]
-    whole = make_recipe(*overrides, f"run.output={tmp_path / 'whole'}")
-    expected = train(whole)
-    recipe = make_recipe(*overrides)
-    with monkeypatch.context() as patch:
-        kill_after(patch, killed_at)
-        with pytest.raises(Killed):
-            train(recipe)
-    assert not (Path(recipe.run.output) / "final").exists()
-    assert run_recipe(recipe, resume=True, show_progress=False).resumed_from == resumed_from
-    rows = [json.loads(line) for line in (Path(recipe.run.output) / "log.jsonl").read_text().splitlines()]
-    assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
-    assert [row["gradient_norm"] for row in rows] == [row["gradient_norm"] for row in expected]
-    for folder in ("final", "steps/step-00000006"):
-        assert equal(weights(Path(recipe.run.output) / folder), weights(tmp_path / "whole" / folder))
-
-
-def test_resume_between_log_lines_keeps_the_running_mean(
-    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    overrides = ["run.save_every=4", "run.log_every=3"]
-    expected = train(make_recipe(*overrides, f"run.output={tmp_path / 'whole'}"))
-    recipe = make_recipe(*overrides)
-    with monkeypatch.context() as patch:
-        kill_after(patch, 10)
-        with pytest.raises(Killed):
-            train(recipe)
-    assert train(recipe, resume=True) == expected
-
-
-def test_half_written_and_damaged_checkpoints_are_passed_over(
-    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    overrides = ["run.save_every=2", "run.keep=5"]
-    expected = train(make_recipe(*overrides, f"run.output={tmp_path / 'whole'}"))
-    recipe = make_recipe(*overrides)
-    output = Path(recipe.run.output)
-    with monkeypatch.context() as patch:
-        kill_after(patch, 9)
-        with pytest.raises(Killed):
-            train(recipe)
-    assert [saved.step for saved in find_saved_runs(output)] == [2, 4]
-    damaged = step_folder(output, 4) / "optimizer.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    shutil.copytree(step_folder(output, 2), output / "steps" / ".step-00000006.partial")
-    (step_folder(output, 5)).mkdir()
-    assert [saved.step for saved in find_saved_runs(output)] == [2]
-    assert train(recipe, resume=True) == expected
-    assert not list((output / "steps").glob(".step*"))
-    assert equal(weights(output / "final"), weights(tmp_path / "whole" / "final"))
-
-
-def test_resume_of_a_finished_run_trains_nothing(make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe()
-    rows = train(recipe)
-    before = weights(Path(recipe.run.output) / "final")
-    assert run_recipe(recipe, resume=True, show_progress=False).resumed_from == 6
-    assert equal(weights(Path(recipe.run.output) / "final"), before)
-    assert len(rows) == 6
-
-
-def test_resume_refuses_another_recipe(make_recipe: MakeRecipe) -> None:
-    train(make_recipe("run.steps=2"))
-    with pytest.raises(UserError, match=r"optimizer\.learning_rate was 0\.01 and is now 0\.02"):
-        run_recipe(make_recipe("run.steps=2", "optimizer.learning_rate=0.02"), resume=True)
-    with pytest.raises(UserError, match="holds a run already"):
-        run_recipe(make_recipe("run.steps=2"))
-
-
-def test_old_checkpoints_are_dropped(make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe("run.save_every=1", "run.keep=2")
-    train(recipe)
-    assert [saved.step for saved in find_saved_runs(Path(recipe.run.output))] == [5, 6]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_loss_stops_the_run(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
-    """The message names the step, the data and the last good checkpoint, which is there and finite."""
-    recipe = make_recipe("run.save_every=2")
-    original = RecurrentLM.forward
-    calls = iter(range(100))
-
-    def poisoned(self: RecurrentLM, *args: Any, **kwargs: Any) -> Any:
-        out = original(self, *args, **kwargs)
-        if next(calls) == 7:  # two micro-batches a step: the fourth step
-            out.loss = out.loss * value
-        return out
-
-    monkeypatch.setattr(RecurrentLM, "forward", poisoned)
-    message = rf"the loss is {value} in step 4 \(data: sequences 21-23 of process 0: .*\)"
-    with pytest.raises(UserError, match=message) as caught:
-        train(recipe)
-    good = step_folder(Path(recipe.run.output), 2)
-    assert f"last good checkpoint: {good};" in str(caught.value) and "\n" not in str(caught.value)
-    assert [saved.folder for saved in find_saved_runs(Path(recipe.run.output))] == [good]
-    assert all(bool(tensor.isfinite().all()) for tensor in weights(good).values())
-
-
-def test_nan_gradient_stops_the_run(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = make_recipe()
-    original = RecurrentLM.forward
-
-    class Poison(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Any:
-            return grads[0] * float("nan")
-
-    def poisoned(self: RecurrentLM, *args: Any, **kwargs: Any) -> Any:
-        out = original(self, *args, **kwargs)
-        out.loss = Poison.apply(out.loss)
-        return out
-
-    monkeypatch.setattr(RecurrentLM, "forward", poisoned)
-    with pytest.raises(UserError, match=r"the gradient norm is nan in step 1 .* last good checkpoint: none yet"):
-        train(recipe)
-
-
-def test_no_space_left_while_saving(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit on the size of files stands in for a full disk: the system itself refuses the write."""
-    recipe = make_recipe("run.save_every=2")
-    original = BatchStream.next_batch
-    calls = iter(range(100))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def filling(self: BatchStream) -> Batch:
-        if next(calls) == 7:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
-        return original(self)
-
-    monkeypatch.setattr(BatchStream, "next_batch", filling)
-    try:
-        with pytest.raises(UserError, match=r"cannot save step 4: .*; last good checkpoint: .*step-00000002") as caught:
-            train(recipe)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "\n" not in str(caught.value)
-    output = Path(recipe.run.output)
-    assert [path.name for path in (output / "steps").iterdir()] == ["step-00000002"]
-    assert [saved.step for saved in find_saved_runs(output)] == [2]
-    monkeypatch.undo()
-    assert len(train(recipe, resume=True)) == 6
-
-
-def test_output_that_cannot_be_written(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match=r"run\.output .* cannot be written"):
-        run_recipe(make_recipe(f"run.output={tmp_path / 'file' / 'out'}"))
 
 
 def test_gradient_accumulation_equals_one_large_batch(make_recipe: MakeRecipe, tmp_path: Path) -> None:

@@ -22,11 +22,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
     add = parser.add_argument
     add("checkpoint", metavar="CKPT", help="a checkpoint folder or hub id")
-    add("--tasks", default="phonebook,passkey", metavar="T,...", help="phonebook, passkey, bits_per_byte [%(default)s]")
-    add("--lengths", default="512,1k,4k", metavar="N,...", help="tokens: passkey prompts, text windows [%(default)s]")
+    add(
+        "--tasks",
+        default="phonebook,passkey",
+        metavar="T,...",
+        help="any of those below, comma-separated [%(default)s]",
+    )
+    add(
+        "--lengths",
+        default="512,1k,4k",
+        metavar="N,...",
+        help="tokens: passkey, babilong, windows; letters: copying [%(default)s]",
+    )
     add("--samples", type=int, default=256, metavar="N", help="answers per cell, text windows at most [%(default)s]")
     add("--seed", type=int, default=0, metavar="N", help="seed of the samples [%(default)s]")
-    add("--text", metavar="FILE", help="UTF-8 text for bits_per_byte, and as phonebook's distractor")
+    add("--text", metavar="FILE", help="UTF-8 text: bits_per_byte, phonebook's distractor, babilong's book")
     add("--out", metavar="FILE", help="write the result as JSON; finished cells are kept in FILE.partial meanwhile")
     add("--resume", action="store_true", help="skip the cells that an interrupted run with the same settings finished")
     add("--json", action="store_true", help="print the result as JSON instead of a table")
@@ -43,6 +53,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     key.add_argument("--key-digits", type=int, default=5, metavar="N", help="digits of a key [%(default)s]")
     text = parser.add_argument_group("bits_per_byte")
     text.add_argument("--windows", type=int, default=64, metavar="N", help="windows of text at most [%(default)s]")
+    copying = parser.add_argument_group("copying")
+    copying.add_argument(
+        "--copy-trained", type=int, metavar="N", help="longest string of training in letters, which the report marks"
+    )
+    story = parser.add_argument_group("babilong")
+    story.add_argument("--qa", default="qa1,qa2,qa3,qa4,qa5", metavar="Q,...", help="types of question [%(default)s]")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
     machine.add_argument("--dtype", metavar="D", help="float32, bfloat16, float16 [as stored]")
@@ -99,6 +115,8 @@ def _options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             "digits": args.key_digits,
         },
         "bits_per_byte": {"windows": args.windows},
+        "copying": {"trained": args.copy_trained},
+        "babilong": {"tasks": tuple(_split(args.qa, "--qa", str))},
     }
 
 
@@ -147,7 +165,9 @@ def as_table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"{name}: {_number(value)}" for name, value in result["summary"].items())])
 
 
-def _cell_value(key: str, value: float) -> str:
+def _cell_value(key: str, value: float | str) -> str:
+    if isinstance(value, str):
+        return value
     return format_length(int(value)) if key in ("length", "start", "end", "distance") else f"{value:g}"
 
 

@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
     model = longrecall.load(args.checkpoint, dtype=args.dtype, device=args.device)
     tokenizer = load_tokenizer(args.checkpoint, int(model.config.vocab_size))
     start = None if args.load_state is None else longrecall.RecurrentState.load(args.load_state, model)
-    # What follows a kept state is no beginning: it gets no token that marks one.
-    tokens = list(tokenizer.encode(text, add_special_tokens=start is None))
+    # What follows a kept state is no beginning: it gets no token that marks one. A learned state has read nothing.
+    tokens = list(tokenizer.encode(text, add_special_tokens=start is None or start.length == 0))
     if not tokens:
         raise UserError("the prompt is empty; give at least one character to continue")
     state = read(model, tokens[:-1], start, progress=not args.json)

@@ -58,7 +58,7 @@ def run_demo(out: Path, steps: int | None = None, samples: int = 1024, force: bo
 
     _say("2/5 enlarging its state")
     larger = out / "work" / "expanded"
-    summary = expand(base, larger, method="grow_state", layers="all", init="reinit", seed=0)
+    summary = expand(base, larger, method="grow_state", layers="all", init="perturb", seed=0)
     _say(f"    {summary.state_before:,} -> {summary.state_after:,} numbers of state in {len(summary.layers)} layers")
 
     _say("3/5 post-training it, and beside it the unchanged model on the same batches")

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from longrecall import __version__
 from longrecall.errors import UserError
 from longrecall.evaluation.position_loss import PositionLoss
-from longrecall.evaluation.recall import run_cell, sequences_needed
+from longrecall.evaluation.recall import measure_cell, sequences_needed
 from longrecall.evaluation.results import (
     SCHEMA,
     environment,
@@ -25,13 +25,13 @@ from longrecall.evaluation.results import (
 )
 from longrecall.files import check_writable, write_json
 from longrecall.tasks.bits_per_byte import BitsPerByte
-from longrecall.tasks.encoding import PieceEncoder, cell_key
+from longrecall.tasks.encoding import Cell, PieceEncoder, cell_key
 from longrecall.tasks.registry import RecallTask, Task, create_task
 from longrecall.units import parse_length
 
 # Logits of one segment in float32: 2**28 numbers are 1 GiB.
 _LOGIT_BUDGET = 2**28
-_TEXT_OPTIONS = {"bits_per_byte": "text", "phonebook": "distractor"}
+_TEXT_OPTIONS = {"bits_per_byte": "text", "phonebook": "distractor", "babilong": "haystack"}
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,12 @@ def evaluate(
     Args:
         model: a `RecurrentLM` (or any causal model of transformers that takes and returns `past_key_values`).
         tokenizer: of transformers, or anything with the parts that the tasks use.
-        tasks: names (``phonebook``, ``passkey``, ``bits_per_byte``) or task objects.
-        lengths: tokens (512, "4k"): the prompt lengths of passkey; the longest is the window of bits_per_byte.
+        tasks: names (``phonebook``, ``passkey``, ``bits_per_byte``, ``copying``, ``babilong``) or task objects.
+        lengths: tokens (512, "4k"): the prompt lengths of passkey and babilong; the longest is the window of
+            bits_per_byte. For copying: letters of the string.
         samples: answers per cell of a recall task (rounded up to whole sequences), windows of text at most.
         seed: of samples and bootstraps; a sample depends on (seed, task, cell, index) only.
-        text: for bits_per_byte and as the distractor of phonebook.
+        text: for bits_per_byte, as the distractor of phonebook and the haystack of babilong.
         options: per task name the fields of its class, e.g. ``{"phonebook": {"pairs": (2, 4)}}``.
         batch_tokens: tokens that one forward pass reads at most.
         segment_tokens: columns read at once; longer sequences carry their state, so memory stays flat.
@@ -136,12 +137,14 @@ def _jobs(
         key = cell_key(task.name, {"length": max(lengths)})
         return _Job(key, loss.tokens, lambda advance: loss.run(model, batch_tokens, segment_tokens, seed, advance))
 
-    def cell_job(task: RecallTask, cell: dict[str, int | float]) -> _Job:
+    def cell_job(task: RecallTask, cell: Cell) -> _Job:
         tokens = len(task.sample(encode, cell, 0, seed).input_ids) * sequences_needed(task, cell, samples)
         return _Job(
             cell_key(task.name, cell),
             tokens,
-            lambda advance: [run_cell(model, encode, task, cell, samples, seed, batch_tokens, segment_tokens, advance)],
+            lambda advance: measure_cell(
+                model, tokenizer, encode, task, cell, samples, seed, batch_tokens, segment_tokens, advance
+            ),
         )
 
     jobs: list[_Job] = []
@@ -198,12 +201,13 @@ class _Store:
 
 
 def describe_model(model: Any, path: str = "", surgery: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return the "checkpoint" part of a result: path, fingerprint, parameters, state size, surgery records."""
+    """Return the "checkpoint" part of a result: path, fingerprint, parameters, state size, trained length, surgery."""
     return {
         "path": path,
         "fingerprint": model.fingerprint() if hasattr(model, "fingerprint") else None,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "state_size": model.state_size() if hasattr(model, "state_size") else None,
+        "context_length": getattr(model.config, "context_length", None),
         "surgery": list(surgery),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,39 @@ def read_predictions(
             loss[here] = torch.nn.functional.cross_entropy(logits, target, reduction="none").double().cpu().numpy()
             finite[here] = torch.isfinite(logits).all(-1).cpu().numpy()
     return Predictions(row, column + 1, right & finite, loss, finite)
+
+
+@torch.inference_mode()
+def read_continuation(
+    model: Any,
+    input_ids: NDArray[np.int64],
+    new_tokens: int,
+    segment_tokens: int,
+    ended: Callable[[NDArray[np.int64]], bool],
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Read prompts and go on greedily; return (tokens int64 [B, at most `new_tokens`], finite bool [B]).
+
+    `input_ids` int64 [B, T], all of one length, so nothing is padded. Prompts are read as in `read_predictions`.
+    `ended` is asked after every token with the tokens so far, [B, so far]; generation stops when it says so. A row is
+    not `finite` when a logit that chose one of its tokens was NaN or infinite.
+    """
+    ids = torch.from_numpy(input_ids)
+    state: Any = None
+    logits: Tensor | None = None
+    for start in range(0, ids.shape[1], segment_tokens):
+        part = ids[:, start : start + segment_tokens].to(model.device)
+        logits, state = _forward(model, part, state, np.array([part.shape[1] - 1]), last=False)
+    finite = np.ones(len(input_ids), dtype=np.bool_)
+    said = np.zeros((len(input_ids), 0), dtype=np.int64)
+    while logits is not None:
+        newest = logits[:, -1].float()
+        finite &= torch.isfinite(newest).all(-1).cpu().numpy()
+        chosen = newest.argmax(-1, keepdim=True)
+        said = np.concatenate((said, chosen.cpu().numpy()), axis=1)
+        if said.shape[1] == new_tokens or ended(said):
+            break
+        logits, state = _forward(model, chosen, state, np.array([0]), last=False)
+    return said, finite
 
 
 def _forward(model: Any, ids: Tensor, state: Any, kept: NDArray[np.int64], last: bool) -> tuple[Tensor, Any]:

@@ -13,6 +13,8 @@ from longrecall.errors import UserError
 
 SCHEMA = 1
 CAPACITY_THRESHOLD = 0.9
+_AVERAGED = {"passkey": ("length",), "copying": ("length",), "babilong": ("task", "length")}
+"""Tasks whose accuracy is averaged over cells, and the parts of a cell by which it is averaged too."""
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -105,20 +107,23 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, float | int | None]:
     """Return the headline numbers of result entries, by dotted name.
 
     ``phonebook.capacity`` (at the shortest distance; ``phonebook.capacity.distance=N`` for the others),
-    ``passkey.accuracy`` and ``passkey.accuracy.length=N`` (means over cells), ``bits_per_byte`` (over all positions).
+    ``passkey.accuracy`` and ``passkey.accuracy.length=N`` (means over cells; likewise for copying and babilong, the
+    latter also by ``task=qa1``), ``bits_per_byte`` (over all positions).
     """
     summary: dict[str, float | int | None] = {}
     books = [entry for entry in results if entry["task"] == "phonebook"]
     for place, distance in enumerate(sorted({entry["cell"]["distance"] for entry in books})):
         cells = {e["cell"]["pairs"]: e["value"] for e in books if e["cell"]["distance"] == distance}
         summary["phonebook.capacity" + (f".distance={distance}" if place else "")] = capacity(cells)
-    keys = [entry for entry in results if entry["task"] == "passkey"]
-    if keys:
-        summary["passkey.accuracy"] = _mean([entry["value"] for entry in keys])
-        for length in sorted({entry["cell"]["length"] for entry in keys}):
-            summary[f"passkey.accuracy.length={length}"] = _mean(
-                [entry["value"] for entry in keys if entry["cell"]["length"] == length]
-            )
+    for task, keys in _AVERAGED.items():
+        cells_of_task = [entry for entry in results if entry["task"] == task and entry["metric"] == "accuracy"]
+        if cells_of_task:
+            summary[f"{task}.accuracy"] = _mean([entry["value"] for entry in cells_of_task])
+        for key in keys:
+            for place in sorted({entry["cell"][key] for entry in cells_of_task}):
+                summary[f"{task}.accuracy.{key}={place}"] = _mean(
+                    [entry["value"] for entry in cells_of_task if entry["cell"][key] == place]
+                )
     ranges = [entry for entry in results if entry["task"] == "bits_per_byte" and entry["metric"] == "bits_per_byte"]
     if ranges:
         values = [entry["value"] for entry in ranges]

@@ -35,3 +35,12 @@ def score_answers(
         right[row] = sum(bool(correct[start:end].all()) for start, end in spans)
         diverged[row] = not predictions.finite[mine].all()
     return right, asked, diverged
+
+
+def score_tokens(
+    labels: list[NDArray[np.int64]], predictions: Predictions
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (right tokens, labelled tokens) of each sequence, [sequences] each; arguments as of `score_answers`."""
+    right = np.bincount(predictions.row[predictions.right], minlength=len(labels)).astype(np.int64)
+    asked = np.bincount(predictions.row, minlength=len(labels)).astype(np.int64)
+    return right, asked

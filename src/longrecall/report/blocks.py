@@ -24,10 +24,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Plot:
-    """An <svg> element, what it shows in words, and its numbers as a table."""
+    """An <svg> element, what it shows, one sentence on how to read it, and its numbers as a table."""
 
     svg: str
     caption: str
+    reading: str
     data: Table
     kind: str = "plot"
 
@@ -40,7 +41,16 @@ class Note:
     kind: str = "note"
 
 
-Block = Table | Plot | Note
+@dataclass(frozen=True)
+class Findings:
+    """What a diagnosis says of one checkpoint: (name, what was found, what to do) of each finding."""
+
+    label: str
+    found: tuple[tuple[str, str, str], ...]
+    kind: str = "findings"
+
+
+Block = Table | Plot | Note | Findings
 
 
 @dataclass(frozen=True)

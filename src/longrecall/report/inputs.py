@@ -10,9 +10,16 @@ from typing import Any
 
 from longrecall.errors import UserError, did_you_mean
 from longrecall.evaluation.results import SCHEMA, check_result, read_json
+from longrecall.report.diagnoses import Diagnosis, parse_diagnosis
 
-KINDS = ("evaluation", "training")
-_PLACES = {"phonebook": ("pairs",), "passkey": ("length", "depth"), "bits_per_byte": ("start", "end")}
+KINDS = ("evaluation", "training", "diagnosis")
+_PLACES = {
+    "phonebook": ("pairs",),
+    "passkey": ("length", "depth"),
+    "bits_per_byte": ("start", "end"),
+    "copying": ("length",),
+    "babilong": ("length",),
+}
 """What the cells of the plotted tasks must say, as numbers."""
 
 
@@ -62,6 +69,13 @@ class Inputs:
 
     evaluations: tuple[Evaluation, ...]
     trainings: tuple[Training, ...]
+    diagnoses: tuple[Diagnosis, ...] = ()
+
+    @property
+    def labels(self) -> list[str]:
+        """Every label once, in the order that gives each its colour, marker and line on the whole page."""
+        entries: list[Evaluation | Training | Diagnosis] = [*self.evaluations, *self.diagnoses, *self.trainings]
+        return list(dict.fromkeys(entry.label for entry in entries))
 
 
 def read_inputs(paths: Sequence[str | Path], labels: Mapping[str, str] | None = None) -> Inputs:
@@ -72,21 +86,24 @@ def read_inputs(paths: Sequence[str | Path], labels: Mapping[str, str] | None = 
             among `paths`, or the same label twice.
     """
     if not paths:
-        raise UserError("a report needs at least one result file; eval --out and train write them")
+        raise UserError("a report needs at least one result file; eval --out, diagnose --out and train write them")
     chosen = _labels_by_file(paths, labels or {})
     evaluations: list[Evaluation] = []
     trainings: list[Training] = []
+    diagnoses: list[Diagnosis] = []
     for path in paths:
         data = read_json(path)
         source = str(path)
         kind = _kind(data, source)
-        label = _label(data, source, chosen, [*evaluations, *trainings])
+        label = _label(data, source, chosen, [*evaluations, *trainings, *diagnoses])
         if kind == "evaluation":
             check_result(data, source)
             evaluations.append(Evaluation(label, source, data, _measurements(data, source)))
+        elif kind == "diagnosis":
+            diagnoses.append(parse_diagnosis(data, source, label))
         else:
             trainings.append(Training(label, source, data, _log(data, source)))
-    return Inputs(tuple(evaluations), tuple(trainings))
+    return Inputs(tuple(evaluations), tuple(trainings), tuple(diagnoses))
 
 
 def _labels_by_file(paths: Sequence[str | Path], labels: Mapping[str, str]) -> dict[Path, str]:
@@ -115,7 +132,10 @@ def _kind(data: Mapping[str, Any], source: str) -> str:
 
 
 def _label(
-    data: Mapping[str, Any], source: str, chosen: Mapping[Path, str], earlier: Sequence[Evaluation | Training]
+    data: Mapping[str, Any],
+    source: str,
+    chosen: Mapping[Path, str],
+    earlier: Sequence[Evaluation | Training | Diagnosis],
 ) -> str:
     place = Path(source).resolve()
     taken = {entry.label: entry.source for entry in earlier if entry.data["kind"] == data["kind"]}
@@ -137,6 +157,8 @@ def _measurements(data: Mapping[str, Any], source: str) -> tuple[Measurement, ..
             number = entry["cell"].get(key)
             if isinstance(number, bool) or not isinstance(number, int | float):
                 raise UserError(f'{source}: results[{index}] has no number "{key}" in its cell; run eval again')
+        if entry["task"] == "babilong" and not isinstance(entry["cell"].get("task"), str):
+            raise UserError(f'{source}: results[{index}] has no name "task" in its cell; run eval again')
     return tuple(map(_measurement, data["results"]))
 
 

@@ -24,7 +24,7 @@ def build_report(
     """Write one self-contained HTML page that compares result files; it loads nothing from anywhere.
 
     Args:
-        result_paths: files of `longrecall eval` and `longrecall train`, in the order in which they shall appear.
+        result_paths: files of `longrecall eval`, `diagnose` and `train`, in the order in which they shall appear.
             "before" and "after" (by label, else first and last) are compared; one labelled "control" or "continued"
             stands for plain continued training.
         out: the page; it appears only when it is whole.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from longrecall.report import plots
+from longrecall.report import diagnosis_sections, length_sections, plots
 from longrecall.report.blocks import Block, Note, Plot, Section, Table, with_interval
-from longrecall.report.inputs import Evaluation, Inputs, Measurement, Training
+from longrecall.report.diagnoses import Diagnosis
+from longrecall.report.inputs import Evaluation, Inputs, Training
 from longrecall.report.summaries import (
     Number,
     before_and_after,
@@ -16,14 +17,31 @@ from longrecall.report.summaries import (
     difference,
     headlines,
 )
+from longrecall.report.tables import PLOTTED, cell_keys, cell_table, measured_by
 
-_PLOTTED = {("phonebook", "accuracy"), ("passkey", "accuracy"), ("bits_per_byte", "bits_per_byte")}
 _MOST_LOG_ROWS = 40
 
 
 def all_sections(inputs: Inputs) -> list[Section]:
     """Return the sections of a page in reading order."""
-    makers = (headline, control, phonebook, passkey, positions, sizes, training, other_tasks, provenance)
+    makers = (
+        headline,
+        control,
+        diagnosis_sections.verdict,
+        phonebook,
+        passkey,
+        length_sections.copying,
+        length_sections.babilong,
+        positions,
+        diagnosis_sections.perplexity,
+        diagnosis_sections.state,
+        diagnosis_sections.remembrance,
+        diagnosis_sections.recall,
+        sizes,
+        training,
+        other_tasks,
+        provenance,
+    )
     return [section for section in (make(inputs) for make in makers) if section is not None]
 
 
@@ -81,23 +99,24 @@ def control(inputs: Inputs) -> Section | None:
 
 def phonebook(inputs: Inputs) -> Section | None:
     """Recall by number of pairs."""
-    chosen = _with(inputs.evaluations, "phonebook", "accuracy")
+    chosen = measured_by(inputs.evaluations, "phonebook", "accuracy")
     if not chosen:
         return None
-    data = _cell_table(inputs.evaluations, "phonebook", "accuracy", ("pairs", "distance"))
+    data = cell_table(inputs.evaluations, "phonebook", "accuracy", ("pairs", "distance"))
     caption = (
         "Share of phone-book queries whose whole number is predicted, by how many pairs the book holds. "
         "Bars are 95% intervals."
     )
-    blocks: list[Block] = [Plot(plots.phonebook_plot(inputs.evaluations, "phonebook"), caption, data)]
+    reading = "How to read it: the further right a line stays near the top, the more associations the state holds."
+    blocks: list[Block] = [Plot(plots.phonebook_plot(inputs.evaluations, "phonebook"), caption, reading, data)]
     return Section("phonebook", "Recall by number of associations", blocks)
 
 
 def passkey(inputs: Inputs) -> Section | None:
     """Recall by length and depth."""
-    if not _with(inputs.evaluations, "passkey", "accuracy"):
+    if not measured_by(inputs.evaluations, "passkey", "accuracy"):
         return None
-    cells = _cell_table(inputs.evaluations, "passkey", "accuracy", ("length", "depth"))
+    cells = cell_table(inputs.evaluations, "passkey", "accuracy", ("length", "depth"))
     by_length = {entry.label: plots.mean_by_length(entry) for entry in inputs.evaluations}
     lengths = sorted({length for numbers in by_length.values() for length in numbers})
     rows = tuple(
@@ -114,11 +133,13 @@ def passkey(inputs: Inputs) -> Section | None:
             Plot(
                 plots.passkey_by_length(inputs.evaluations, "passkey-length"),
                 "Share of passkeys recalled by length of the text, mean over depths. Bars are 95% intervals.",
+                "How to read it: where a line falls, the text has grown too long for the key to be found again.",
                 means,
             ),
             Plot(
                 plots.passkey_heat_maps(inputs.evaluations, "passkey-map"),
                 "The same by depth, in percent: 0% is the beginning of the text, the farthest from the question.",
+                "How to read it: dark cells are recalled; a map that pales towards its top right forgets early text.",
                 cells,
             ),
         ],
@@ -127,14 +148,15 @@ def passkey(inputs: Inputs) -> Section | None:
 
 def positions(inputs: Inputs) -> Section | None:
     """Bits per byte by position."""
-    if not _with(inputs.evaluations, "bits_per_byte", "bits_per_byte"):
+    if not measured_by(inputs.evaluations, "bits_per_byte", "bits_per_byte"):
         return None
-    data = _cell_table(inputs.evaluations, "bits_per_byte", "bits_per_byte", ("start", "end"))
-    caption = (
-        "How well running text is predicted, by position. A curve that rises to the right shows a model that fails "
-        "beyond the length it was trained on. Bars are 95% intervals."
+    data = cell_table(inputs.evaluations, "bits_per_byte", "bits_per_byte", ("start", "end"))
+    caption = "How well running text is predicted, by position in it. Bars are 95% intervals."
+    reading = (
+        "How to read it: lower is better, and a curve that rises to the right shows a model that fails beyond the "
+        "length it was trained on."
     )
-    plot = Plot(plots.position_plot(inputs.evaluations, "positions"), caption, data)
+    plot = Plot(plots.position_plot(inputs.evaluations, "positions"), caption, reading, data)
     return Section("positions", "Bits per byte by position", [plot])
 
 
@@ -142,21 +164,22 @@ def other_tasks(inputs: Inputs) -> Section | None:
     """Every metric without a plot of its own, as tables."""
     metrics = dict.fromkeys((m.task, m.metric) for e in inputs.evaluations for m in e.measurements)
     blocks = [
-        _cell_table(inputs.evaluations, task, metric, _keys(inputs.evaluations, task, metric))
+        cell_table(inputs.evaluations, task, metric, cell_keys(inputs.evaluations, task, metric))
         for task, metric in metrics
-        if (task, metric) not in _PLOTTED
+        if (task, metric) not in PLOTTED
     ]
     return Section("more", "More measurements", blocks) if blocks else None
 
 
 def sizes(inputs: Inputs) -> Section | None:
     """Parameters and state before and after, and the surgery between."""
-    if not inputs.evaluations:
+    entries = sized(inputs)
+    if not entries:
         return None
-    first = inputs.evaluations[0].data["checkpoint"]
+    first = entries[0].data["checkpoint"]
     rows = []
     history: list[tuple[str, ...]] = []
-    for evaluation in inputs.evaluations:
+    for evaluation in entries:
         checkpoint = evaluation.data["checkpoint"]
         state = checkpoint.get("state_size")
         rows.append(
@@ -176,12 +199,17 @@ def sizes(inputs: Inputs) -> Section | None:
     return Section("sizes", "State and parameters", blocks)
 
 
+def sized(inputs: Inputs) -> list[Evaluation | Diagnosis]:
+    """Return a file for each checkpoint: its evaluation, else its diagnosis."""
+    labels = {evaluation.label for evaluation in inputs.evaluations}
+    return [*inputs.evaluations, *(entry for entry in inputs.diagnoses if entry.label not in labels)]
+
+
 def training(inputs: Inputs) -> Section | None:
     """Training curves."""
     runs = [run for run in inputs.trainings if run.log]
     if not runs:
         return None
-    labels = [evaluation.label for evaluation in inputs.evaluations]
     rows = []
     for run in runs:
         step = max(1, -(-len(run.log) // _MOST_LOG_ROWS))
@@ -194,14 +222,15 @@ def training(inputs: Inputs) -> Section | None:
     header = ("run", "step", "tokens", "loss", "learning rate")
     data = Table(f"Training log (at most {_MOST_LOG_ROWS} rows a run)", header, tuple(rows), hidden=True)
     caption = "Training loss: every logged value (faint) and its running mean."
-    plot = Plot(plots.training_plot(runs, labels, "training"), caption, data)
+    reading = "How to read it: compare runs at the same number of tokens; the lower line has learned more from them."
+    plot = Plot(plots.training_plot(runs, inputs.labels, "training"), caption, reading, data)
     return Section("training", "Training", [plot])
 
 
 def provenance(inputs: Inputs) -> Section:
     """Where every number comes from."""
     rows = []
-    entries: list[Evaluation | Training] = [*inputs.evaluations, *inputs.trainings]
+    entries: list[Evaluation | Diagnosis | Training] = [*inputs.evaluations, *inputs.diagnoses, *inputs.trainings]
     for entry in entries:
         data = entry.data
         environment = data.get("environment") or {}
@@ -220,50 +249,12 @@ def provenance(inputs: Inputs) -> Section:
     header = ("label", "kind", "created", "longrecall", "environment", "fingerprint", "file")
     blocks: list[Block] = [Table("Result files", header, tuple(rows))]
     for entry in entries:
-        settings = entry.data.get("settings") if entry.data["kind"] == "evaluation" else entry.data.get("recipe")
+        what = "recipe" if entry.data["kind"] == "training" else "settings"
+        settings = entry.data.get(what)
         flat = tuple((name, value) for name, value in _flatten(settings or {}) if value)
         if flat:
-            what = "settings" if entry.data["kind"] == "evaluation" else "recipe"
-            blocks.append(Table(f"{entry.label}: {what}", ("name", "value"), flat, hidden=True))
+            blocks.append(Table(f"{entry.label}, {entry.data['kind']}: {what}", ("name", "value"), flat, hidden=True))
     return Section("provenance", "Where these numbers come from", blocks)
-
-
-def _with(evaluations: Iterable[Evaluation], task: str, metric: str) -> list[Evaluation]:
-    return [evaluation for evaluation in evaluations if evaluation.of(task, metric)]
-
-
-def _keys(evaluations: Iterable[Evaluation], task: str, metric: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(key for e in evaluations for m in e.of(task, metric) for key in m.cell))
-
-
-def _cell_table(evaluations: Sequence[Evaluation], task: str, metric: str, keys: tuple[str, ...]) -> Table:
-    """Return a row per cell and a column per file; `keys` first, whatever else a cell says after them."""
-    columns = tuple(dict.fromkeys([*keys, *_keys(evaluations, task, metric)]))
-    found: dict[tuple[Any, ...], dict[str, Measurement]] = {}
-    for evaluation in evaluations:
-        for m in evaluation.of(task, metric):
-            found.setdefault(tuple(m.cell.get(key, "") for key in columns), {})[evaluation.label] = m
-    rows = []
-    for cell in sorted(found, key=_cell_order):
-        texts = [_cell_text(part) for part in cell]
-        for evaluation in evaluations:
-            measured = found[cell].get(evaluation.label)
-            number = Number(None) if measured is None else Number(measured.value, measured.low, measured.high)
-            texts.append(with_interval(number) + (f"\nn = {measured.count:,}" if measured else ""))
-        rows.append(tuple(texts))
-    header = (*columns, *(evaluation.label for evaluation in evaluations))
-    return Table(f"{task}: {metric.replace('_', ' ')}", header, tuple(rows), hidden=(task, metric) in _PLOTTED)
-
-
-def _cell_order(cell: Sequence[Any]) -> tuple[tuple[bool, float, str], ...]:
-    """Numbers by size, then everything else by its text."""
-    return tuple((False, float(part), "") if isinstance(part, int | float) else (True, 0.0, str(part)) for part in cell)
-
-
-def _cell_text(part: Any) -> str:
-    if isinstance(part, int | float) and not isinstance(part, bool):
-        return f"{part:,}" if isinstance(part, int) else f"{part:,g}"
-    return str(part) or "–"
 
 
 def _verdict(change: Number, more_is_better: bool) -> str:

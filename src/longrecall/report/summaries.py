@@ -78,6 +78,17 @@ def headlines(evaluations: Sequence[Evaluation]) -> list[Headline]:
         longest = max(cell.cell.get("length", 0) for cell in keys)
         name = f"passkey: accuracy at {format_length(int(longest))} tokens"
         found.append(_over(name, "passkey", "accuracy", True, 3, "length", longest))
+    copies = _cells(evaluations, "copying", "accuracy")
+    if copies:
+        longest = max(cell.cell.get("length", 0) for cell in copies)
+        name = f"copying: strings of {longest:,} letters"
+        found.append(_over(name, "copying", "accuracy", True, 3, "length", longest))
+    stories = _cells(evaluations, "babilong", "accuracy")
+    if stories:
+        found.append(_over("stories: accuracy, all cells", "babilong", "accuracy", True, 3))
+        longest = max(cell.cell.get("length", 0) for cell in stories)
+        name = f"stories: accuracy at {format_length(int(longest))} tokens"
+        found.append(_over(name, "babilong", "accuracy", True, 3, "length", longest))
     ranges = _cells(evaluations, "bits_per_byte", "bits_per_byte")
     ends = sorted({(cell.cell.get("start", 0), cell.cell.get("end", 0)) for cell in ranges})
     for start, end in dict.fromkeys([*ends[:1], *ends[-1:]]):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 IGNORE = -100
 """Label of a position that is neither trained on nor scored (transformers' convention)."""
 
-CellValue = int | float
+CellValue = int | float | str
 Cell = Mapping[str, CellValue]
+
+_T = TypeVar("_T")
 
 
 class TextEncoder(Protocol):
@@ -24,6 +26,14 @@ class TextEncoder(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
         """Token ids of `text`."""
         ...
+
+
+class ByteEncoder:
+    """The byte tokenizer's encoding, without the tokenizer: one token per UTF-8 byte, nothing opens a text."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+        """Bytes of `text`."""
+        return list(text.encode())
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,14 @@ class Sample:
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class QuestionSample(Sample):
+    """A sample whose answer is judged as text: the question in words, and the word that answers it."""
+
+    question: str
+    target: str
 
 
 def answer_spans(labels: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -78,6 +96,7 @@ class PieceEncoder:
         self._tokenizer = tokenizer
         self._capacity = capacity
         self._known: dict[str, tuple[int, ...]] = {}
+        self._derived: dict[Hashable, Any] = {}
         begin = getattr(tokenizer, "bos_token_id", None)
         self.opening: tuple[int, ...] = () if begin is None else (int(begin),)
 
@@ -90,6 +109,16 @@ class PieceEncoder:
                 self._known.clear()
             self._known[text] = ids
         return ids
+
+    def derived(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """Return ``make()``, kept under `key`: for what takes long to tokenise and serves many samples, such as a book.
+
+        Whatever else the result depends on belongs into `key`.
+        """
+        if key not in self._derived:
+            self._derived[key] = make()
+        result: _T = self._derived[key]
+        return result
 
     def answer(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Split the tokens of ``" " + text`` into (a leading token that is only the space, the answer's tokens).

@@ -29,7 +29,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longrecall.errors import UserError, did_you_mean
-from longrecall.tasks.encoding import IGNORE, Cell, PieceEncoder, Sample, TextEncoder, draw_integers, sample_generator
+from longrecall.tasks.encoding import (
+    IGNORE,
+    ByteEncoder,
+    Cell,
+    PieceEncoder,
+    Sample,
+    TextEncoder,
+    draw_integers,
+    sample_generator,
+)
 
 Ints = NDArray[np.int64]
 
@@ -160,13 +169,6 @@ def passkey_sequence(
     return _assemble(frame, prompt, int(draw_integers(generator, lines + 1, ())[()]), label_needle)
 
 
-class _Bytes:
-    """The byte tokenizer's encoding, without the tokenizer."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
-        return list(text.encode())
-
-
 def passkey_byte_batch(
     generator: np.random.Generator,
     rows: int,
@@ -184,7 +186,7 @@ def passkey_byte_batch(
         raise UserError(f"passkey: rows must be at least 1, got {rows}")
     # Bytes above 127 cannot occur in the text, so they mark where each digit of the key belongs.
     marks = np.arange(digits, dtype=np.int64) + 128
-    blank = _frame(PieceEncoder(_Bytes()), "0" * digits, form, opening=False)
+    blank = _frame(PieceEncoder(ByteEncoder()), "0" * digits, form, opening=False)
     needle = blank.needle.copy()
     for mention in (1, 2):
         needle[blank.mention == mention] = marks

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from longrecall.errors import UserError, did_you_mean
+from longrecall.tasks.babilong import Babilong
 from longrecall.tasks.bits_per_byte import BitsPerByte
-from longrecall.tasks.encoding import Cell, PieceEncoder, Sample
+from longrecall.tasks.copying import Copying
+from longrecall.tasks.encoding import Cell, PieceEncoder, QuestionSample, Sample
 from longrecall.tasks.passkey import Passkey
 from longrecall.tasks.phonebook import Phonebook
 
 
 class RecallTask(Protocol):
-    """A task whose samples hold answers that are right or wrong."""
+    """A task whose samples hold answers that are right or wrong.
+
+    One that also counts single tokens of its answers says so with a class variable `token_metric`, the metric's name.
+    """
 
     @property
     def name(self) -> str:
         """The registered name."""
         ...
 
-    def cells(self, lengths: Sequence[int]) -> list[dict[str, int | float]]:
+    def cells(self, lengths: Sequence[int]) -> Sequence[Cell]:
         """Return the cells to run for these lengths (tokens)."""
         ...
 
@@ -31,6 +36,28 @@ class RecallTask(Protocol):
 
     def sample(self, encode: PieceEncoder, cell: Cell, index: int, seed: int) -> Sample:
         """Return sample `index`, the same for the same arguments."""
+        ...
+
+
+@runtime_checkable
+class QuestionTask(RecallTask, Protocol):
+    """A recall task with one question per sample, which the model answers in its own words."""
+
+    @property
+    def answer_tokens(self) -> int:
+        """How many tokens the model may say."""
+        ...
+
+    def sample(self, encode: PieceEncoder, cell: Cell, index: int, seed: int) -> QuestionSample:
+        """Return sample `index`, the same for the same arguments; its last tokens, the answer, are labelled."""
+        ...
+
+    def ended(self, said: str) -> bool:
+        """Return whether nothing said after this can count."""
+        ...
+
+    def judge(self, cell: Cell, sample: QuestionSample, said: str) -> bool:
+        """Return whether `said`, the text after the prompt, is right."""
         ...
 
 
@@ -50,6 +77,8 @@ def register(task: type[Any]) -> None:
 register(Phonebook)
 register(Passkey)
 register(BitsPerByte)
+register(Copying)
+register(Babilong)
 
 
 def task_names() -> tuple[str, ...]:

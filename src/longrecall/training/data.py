@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,6 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
 from longrecall.errors import UserError
-from longrecall.tasks.encoding import PieceEncoder
-from longrecall.tasks.passkey import passkey_sequence
-from longrecall.tasks.phonebook import phonebook_sequence
 from longrecall.training import recipe_sources as recipes
 from longrecall.training.corpus import Corpus, JsonlCorpus, ParquetCorpus, TextCorpus, find_files
 from longrecall.training.recipe import DataRecipe
@@ -26,17 +23,21 @@ from longrecall.training.sources import (
     SequenceSource,
     Shard,
     TaskSource,
+    TokenSequence,
     random_generator,
 )
+from longrecall.training.task_sources import open_task_source
 
 MIN_CHUNK_BYTES = 16 * 1024
 CHUNK_BYTES_PER_TOKEN = 64
 """A chunk holds many sequences, so that joins between chunks stay rare, and few enough to keep 64 of them in memory."""
 MIXTURE_STREAM = 3
+TEXTS = (recipes.TextSource, recipes.JsonlSource, recipes.ParquetSource)
+"""Sources whose documents a row can read from start to end."""
 
 Batch = dict[str, Any]
-"""`input_ids`, `labels` int64 ``[B, T]``; `text` bool ``[B]``: running text, not a task; `origin`: where each row is
-from; `first`: number of its first sequence."""
+"""`input_ids`, `labels` int64 ``[B, T]``; `text` bool ``[B]``: running text, not a task; `starts`: for each row the
+columns where documents start; `origin`: where each row is from; `first`: number of its first sequence."""
 
 
 class DocumentEncoder:
@@ -68,21 +69,35 @@ class BatchStream(IterableDataset[Batch]):
         tokenizer: of the checkpoint.
         batch_size: rows B of a batch.
         rank, world: this process and the number of processes; each reads its own share.
+        continued: row i of a batch goes on in the text that row i of the batch before was reading. Every row belongs to
+            one source of text; tasks are still drawn by weight and only make its text wait.
 
     Raises:
-        UserError: a source is missing, empty, not UTF-8, too short for the context, or malformed.
+        UserError: a source is missing, empty, not UTF-8, too short for the context, or malformed; with `continued`
+            also one that cannot be read by rows, or no text at all.
     """
 
-    def __init__(self, recipe: DataRecipe, tokenizer: Any, batch_size: int, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self,
+        recipe: DataRecipe,
+        tokenizer: Any,
+        batch_size: int,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        continued: bool = False,
+    ) -> None:
         self._batch_size, self._seed, self._rank = batch_size, recipe.seed, rank
         self.context_length = recipe.context_length
         weights = np.array([source.weight for source in recipe.sources], dtype=np.float64)
         self._cumulative = np.cumsum(weights / weights.sum())
+        self._rows = assign_rows(recipe.sources, batch_size) if continued else None
         self._sources: list[SequenceSource] = []
         for index, source in enumerate(recipe.sources):
             shard = Shard(recipe.seed, index, rank, world)
+            rows = None if self._rows is None else sum(owner == index for owner, _ in self._rows)
             try:
-                self._sources.append(open_source(source, tokenizer, recipe.context_length, shard))
+                self._sources.append(open_source(source, tokenizer, recipe.context_length, shard, rows))
             except UserError as error:
                 raise UserError(f"data.sources.{index} ({source.kind}): {error}") from None
         self._sequence = 0
@@ -90,20 +105,29 @@ class BatchStream(IterableDataset[Batch]):
     def next_batch(self) -> Batch:
         """Return the next batch."""
         rows, text, first = [], [], self._sequence
-        for _ in range(self._batch_size):
+        for row in range(self._batch_size):
             draw = random_generator(self._seed, self._rank, self._sequence, MIXTURE_STREAM).random()
             # The last cumulative weight can fall short of 1 by rounding.
             source = min(int(np.searchsorted(self._cumulative, draw, side="right")), len(self._sources) - 1)
-            rows.append(self._sources[source].next())
-            text.append(not isinstance(self._sources[source], TaskSource))
+            is_text = not isinstance(self._sources[source], TaskSource)
+            rows.append(self._next_of_row(row) if is_text and self._rows else self._sources[source].next())
+            text.append(is_text)
             self._sequence += 1
         return {
             "input_ids": torch.from_numpy(np.stack([row.input_ids for row in rows])),
             "labels": torch.from_numpy(np.stack([row.labels for row in rows])),
             "text": torch.tensor(text),
+            "starts": [row.starts for row in rows],
             "origin": [row.origin for row in rows],
             "first": first,
         }
+
+    def _next_of_row(self, row: int) -> TokenSequence:
+        owner, lane = (self._rows or [])[row]
+        source = self._sources[owner]
+        if not isinstance(source, CorpusSource):
+            raise RuntimeError("a row belongs to a source that has lanes")
+        return source.next_of(lane)
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
@@ -122,24 +146,46 @@ class BatchStream(IterableDataset[Batch]):
             source.restore(place)
 
 
-def open_source(source: AnySource, tokenizer: Any, length: int, shard: Shard) -> SequenceSource:
-    """Return the stream that a source of the recipe describes."""
-    if isinstance(source, recipes.PhonebookSource):
-        pieces, book = PieceEncoder(tokenizer), source
-        return TaskSource(
-            "phonebook",
-            lambda generator, size: phonebook_sequence(generator, pieces, size, book.pairs, book.letters, book.digits),
-            length,
-            shard,
+def assign_rows(sources: Sequence[AnySource], batch_size: int) -> list[tuple[int, int]]:
+    """Return for each row of a batch the source of text that it reads, and which of that source's rows it is.
+
+    The rows are shared out by the weights of the sources of text: row i goes to the source that covers (i + 1/2) / B.
+
+    Raises:
+        UserError: no source of text; a hub dataset, which is one stream; a source whose weight gives it no row.
+    """
+    texts = [i for i, source in enumerate(sources) if isinstance(source, TEXTS)]
+    for index, source in enumerate(sources):
+        if isinstance(source, recipes.HubSource):
+            raise UserError(
+                f"data.sources.{index} (hub): a hub dataset is one stream, which the rows of a batch cannot each read "
+                "on their own; download it as parquet or jsonl, or use initial_state.kind=state_passing"
+            )
+    if not texts:
+        kinds = ", ".join(dict.fromkeys(source.kind for source in sources))
+        raise UserError(
+            f"data.sources: {kinds} cannot continue from batch to batch, every sequence is complete; add a source of "
+            "text (text, jsonl, parquet), or use another initial_state.kind than truncated_bptt"
         )
-    if isinstance(source, recipes.PasskeySource):
-        pieces, key = PieceEncoder(tokenizer), source
-        return TaskSource(
-            "passkey",
-            lambda generator, size: passkey_sequence(generator, pieces, size, key.digits, key.form, key.label_needle),
-            length,
-            shard,
-        )
+    weights = np.array([sources[i].weight for i in texts], dtype=np.float64)
+    places = (np.arange(batch_size) + 0.5) / batch_size
+    found = np.searchsorted(np.cumsum(weights / weights.sum()), places, side="right").clip(max=len(texts) - 1)
+    for number, index in enumerate(texts):
+        if number not in found:
+            raise UserError(
+                f"data.sources.{index} ({sources[index].kind}): its weight gives it none of the {batch_size} rows of a "
+                "batch; raise the weight or run.batch_size"
+            )
+    owners = [texts[number] for number in found]
+    return [(owner, owners[:row].count(owner)) for row, owner in enumerate(owners)]
+
+
+def open_source(
+    source: AnySource, tokenizer: Any, length: int, shard: Shard, rows: int | None = None
+) -> SequenceSource:
+    """Return the stream that a source of the recipe describes; `rows`: text read by so many rows (`CorpusSource`)."""
+    if isinstance(source, recipes.TaskRecipe):
+        return open_task_source(source, tokenizer, length, shard)
     encode = DocumentEncoder(tokenizer)
     if isinstance(source, recipes.HubSource):
         return HubSource(source.name, source.config, source.split, source.column, encode, length, shard)
@@ -153,4 +199,4 @@ def open_source(source: AnySource, tokenizer: Any, length: int, shard: Shard) ->
     else:
         corpus = ParquetCorpus(files, source.column)
     lanes = ROW_GROUP_LANES if isinstance(source, recipes.ParquetSource) else LANES
-    return CorpusSource(corpus, encode, length, shard, lanes)
+    return CorpusSource(corpus, encode, length, shard, lanes, rows)

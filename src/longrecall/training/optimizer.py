@@ -14,6 +14,9 @@ from longrecall.training.recipe import OptimizerRecipe
 NO_DECAY = ("norm.weight", "bias", "A_log", ".D", "mixing", "conv.weight", "embeddings.weight")
 """Ends of names without weight decay: scales, offsets, time constants, filters of four taps, and the embedding."""
 
+INITIAL_STATE = "initial_state."
+"""How the names of a learned initial state begin."""
+
 
 @dataclass(frozen=True)
 class ParameterGroup:
@@ -31,16 +34,23 @@ def touched_names(surgery: Iterable[Mapping[str, Any]]) -> frozenset[str]:
 
 
 def parameter_groups(
-    names: Sequence[str], touched: frozenset[str], recipe: OptimizerRecipe
+    names: Sequence[str], touched: frozenset[str], recipe: OptimizerRecipe, initial_state_rate: float = 0.0
 ) -> tuple[ParameterGroup, ...]:
-    """Return the non-empty groups, in a fixed order; every name is in exactly one."""
+    """Return the non-empty groups, in a fixed order; every name is in exactly one.
+
+    A learned initial state (names that begin with `INITIAL_STATE`) has a peak rate of its own and no decay.
+    """
     groups = []
+    learned = tuple(name for name in names if name.startswith(INITIAL_STATE))
+    names = [name for name in names if not name.startswith(INITIAL_STATE)]
     for is_touched, label, rate in ((False, "kept", recipe.learning_rate), (True, "touched", recipe.touched_rate)):
         for decays in (True, False):
             members = tuple(n for n in names if (n in touched) is is_touched and (not n.endswith(NO_DECAY)) is decays)
             if members:
                 name = label if decays else f"{label}, no decay"
                 groups.append(ParameterGroup(name, members, rate, recipe.weight_decay if decays else 0.0))
+    if learned:
+        groups.append(ParameterGroup("initial state", learned, initial_state_rate, 0.0))
     return tuple(groups)
 
 

@@ -8,10 +8,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from longrecall.errors import UserError
 from longrecall.training.recipe_sources import SOURCES, AnySource, one_of, positive, share
+from longrecall.training.recipe_states import INITIAL_STATES, AnyInitialState, TruncatedBpttRecipe, ZeroState
 from longrecall.training.strict_yaml import Tagged, apply_override, build, read_yaml
 from longrecall.units import parse_length
 
@@ -45,6 +46,8 @@ class DataRecipe:
     """Tokens of a sequence; 4k = 4096."""
     seed: int = 0
     """Of the order of the documents, of the mixture and of generated tasks."""
+    reset_documents: bool = False
+    """Every document starts from a state of its own, also inside a sequence; else a sequence is read as one text."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -100,38 +103,6 @@ class OptimizerRecipe:
             return self.learning_rate * float(text[:-1]) if text.lower().endswith("x") else float(text)
         except ValueError:
             raise UserError(f'touched "{text}" is neither a multiple like 10x nor a learning rate like 0.01') from None
-
-
-@dataclass(frozen=True)
-class ZeroState:
-    """Every sequence starts from the zero state."""
-
-    kind: ClassVar[str] = "zero"
-
-
-@dataclass(frozen=True)
-class StatePassingRecipe:
-    """A sequence starts from the final state of the same row of the previous, unrelated batch."""
-
-    kind: ClassVar[str] = "state_passing"
-
-    probability: float = 1.0
-    """With which each sequence gets that state; otherwise it starts from zero."""
-    text_only: bool = False
-    """Pass it into running text alone; sequences of tasks (phone books, pass keys) start from zero."""
-    convolution: bool = True
-    """Pass the state of the short convolutions too."""
-    clip_norm: float | None = None
-    """Largest Frobenius norm of a passed recurrent state, per sequence, layer and head; none = as it is."""
-
-    def __post_init__(self) -> None:
-        share(self, "probability")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise UserError(f"clip_norm must be above 0, got {self.clip_norm}")
-
-
-AnyInitialState = ZeroState | StatePassingRecipe
-INITIAL_STATES: dict[str, type] = {state.kind: state for state in (ZeroState, StatePassingRecipe)}
 
 
 @dataclass(frozen=True)
@@ -237,6 +208,11 @@ class Recipe:
         """Plain data that `from_dict` reads back, every default written out."""
         plain: dict[str, Any] = _plain(self)
         return plain
+
+    @property
+    def continues(self) -> bool:
+        """Whether a row of a batch goes on where the same row of the batch before stopped."""
+        return isinstance(self.initial_state, TruncatedBpttRecipe)
 
     def tokens_per_step(self, processes: int = 1) -> int:
         """Tokens of one optimizer step of all processes."""

@@ -154,8 +154,60 @@ class PasskeySource(SourceRecipe):
         one_of("form", self.form, ("statex", "infinitebench"))
 
 
-AnySource = TextSource | JsonlSource | ParquetSource | HubSource | PhonebookSource | PasskeySource
+@dataclass(frozen=True)
+class CopyingSource(SourceRecipe):
+    """Random strings, each followed by its copy; only the copies are labelled."""
+
+    kind: ClassVar[str] = "copying"
+
+    lengths: tuple[int, int] = (5, 20)
+    """Fewest and most letters of a string; uniform between them."""
+    weight: float = 1.0
+    """Sequences from here, relative to the other sources."""
+
+    def __post_init__(self) -> None:
+        self._check_weight(self.weight)
+        if not 1 <= self.lengths[0] <= self.lengths[1]:
+            raise UserError(f"lengths must be [fewest, most] with 1 <= fewest <= most, got {list(self.lengths)}")
+
+
+@dataclass(frozen=True)
+class BabilongSource(SourceRecipe):
+    """Stories told among the sentences of a book, then questions; only the answers are labelled."""
+
+    kind: ClassVar[str] = "babilong"
+
+    tasks: tuple[str, ...] = ("qa1", "qa2", "qa3", "qa4", "qa5")
+    """Types of story, equally likely."""
+    questions: int = 1
+    """Questions about a story."""
+    path: str | None = None
+    """A UTF-8 text file, the book; none = the one that ships."""
+    weight: float = 1.0
+    """Sequences from here, relative to the other sources."""
+
+    def __post_init__(self) -> None:
+        self._check_weight(self.weight)
+        positive(self, "questions")
+        if not self.tasks:
+            raise UserError("tasks is empty; name at least one")
+        for task in self.tasks:
+            one_of("tasks", task, ("qa1", "qa2", "qa3", "qa4", "qa5"))
+
+
+TaskRecipe = PhonebookSource | PasskeySource | CopyingSource | BabilongSource
+"""Sources that are made on the fly."""
+AnySource = TextSource | JsonlSource | ParquetSource | HubSource | TaskRecipe
 SOURCES: dict[str, type] = {
     source.kind: source
-    for source in (TextSource, JsonlSource, ParquetSource, HubSource, PhonebookSource, PasskeySource)
+    for source in (
+        TextSource,
+        JsonlSource,
+        ParquetSource,
+        HubSource,
+        PhonebookSource,
+        PasskeySource,
+        CopyingSource,
+        BabilongSource,
+    )
 }

@@ -8,7 +8,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,69 +22,15 @@ from longrecall.models.loading import materialise, parse_dtype
 from longrecall.surgery.handover import finish_checkpoint, handover_layers
 from longrecall.training.checkpoints import STEPS_FOLDER, SavedRun, disk_errors, find_saved_runs, write_model
 from longrecall.training.data import BatchStream
-from longrecall.training.initial_states import make_initial_state
+from longrecall.training.initial_states import Learned, make_initial_state
 from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch, write_result
-from longrecall.training.optimizer import ParameterGroup, parameter_groups, touched_names
 from longrecall.training.recipe import Recipe
+from longrecall.training.summary import TrainingSummary, plan, recipe_groups
 from longrecall.training.trainer import Job, RecurrentTrainer, RunCallback
 
 FINAL_FOLDER = "final"
-
-
-@dataclass(frozen=True)
-class GroupSummary:
-    """Parameters with one learning rate and weight decay."""
-
-    name: str
-    tensors: int
-    parameters: int
-    learning_rate: float
-    weight_decay: float
-
-
-@dataclass(frozen=True)
-class TrainingSummary:
-    """What a run did, or with `dry_run` would do."""
-
-    output: str
-    checkpoint: str
-    """The trained checkpoint (of a dry run: where it would go)."""
-    dry_run: bool
-    steps: int
-    tokens: int
-    processes: int
-    groups: tuple[GroupSummary, ...]
-    batch_shapes: dict[str, tuple[int, ...]]
-    labels_in_batch: int
-    """Positions of the first batch that have a loss."""
-    resumed_from: int = 0
-    """Steps that an earlier run had done already."""
-    first_loss: float | None = None
-    last_loss: float | None = None
-    seconds: float = 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
-
-    def table(self) -> str:
-        """Lines for people."""
-        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.batch_shapes.items())
-        lines = [
-            f"steps            {self.steps:,} on {self.processes} process{'es' if self.processes > 1 else ''}",
-            f"tokens           {self.tokens:,}",
-            f"first batch      {shapes}; {self.labels_in_batch:,} labels",
-            f"output           {self.checkpoint}",
-            "",
-            f"{'parameters':<20}{'tensors':>8}{'numbers':>14}{'peak rate':>12}{'decay':>8}",
-        ]
-        lines += [
-            f"{group.name:<20}{group.tensors:>8}{group.parameters:>14,}{group.learning_rate:>12.3g}{group.weight_decay:>8g}"
-            for group in self.groups
-        ]
-        if self.last_loss is not None:
-            lines += ["", f"loss {self.first_loss:.4f} -> {self.last_loss:.4f} in {self.seconds:.0f} s"]
-        return "\n".join(lines)
+LEARNED_STATE_FILE = "initial_state.safetensors"
+"""Beside `FINAL_FOLDER`: a learned initial state, for ``generate --load-state``."""
 
 
 @dataclass(frozen=True)
@@ -126,19 +72,23 @@ def run_recipe(
         tokenizer = load_tokenizer(source)
         output = Path(recipe.run.output).expanduser()
         if dry_run:
-            stream = BatchStream(recipe.data, tokenizer, recipe.run.batch_size)
-            return _summary(recipe, source, _Place(0, 1), stream, dry_run=True)
+            stream = BatchStream(recipe.data, tokenizer, recipe.run.batch_size, continued=recipe.continues)
+            return plan(recipe, source, 1, stream, output / FINAL_FOLDER, dry_run=True)
         arguments = _arguments(recipe, output)
         place = _Place(arguments.process_index, arguments.world_size)
         saved = _prepare_output(output, resume, place)
         if saved is not None:
             saved.check(recipe.to_dict(), place.world)
-        stream = BatchStream(recipe.data, tokenizer, recipe.run.batch_size, place.rank, place.world)
-        summary = _summary(recipe, source, place, stream, dry_run=False)
+        stream = BatchStream(
+            recipe.data, tokenizer, recipe.run.batch_size, place.rank, place.world, continued=recipe.continues
+        )
+        summary = plan(recipe, source, place.world, stream, output / FINAL_FOLDER, dry_run=False)
         job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress)
         clock = Stopwatch()
         if saved is None or saved.step < job.steps:
             _train(job, arguments)
+        else:
+            job.restore_initial(saved.process(place.rank))
         return _finish(job, summary, clock.seconds())
 
 
@@ -244,6 +194,7 @@ def _job(
         # 5.23 renamed it; 5.17 knows only the old name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
+    initial = make_initial_state(recipe.initial_state, model, recipe.run.seed, place.rank)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return Job(
         recipe=recipe,
@@ -253,8 +204,8 @@ def _job(
         source=source,
         tokenizer=tokenizer,
         stream=stream,
-        initial=make_initial_state(recipe.initial_state, model, recipe.run.seed, place.rank),
-        groups=parameter_groups(names, touched_names(source.surgery), recipe.optimizer),
+        initial=initial,
+        groups=recipe_groups(recipe, source, names),
         log=RunLog(output / LOG_FILE, saved.step if saved is not None else 0, place.first),
         processes=place,
         saved=saved,
@@ -292,15 +243,17 @@ def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSumma
     """Write the final checkpoint and training.json; return the completed summary."""
     final, rows = job.output / FINAL_FOLDER, job.log.rows
     job.set_handover(job.steps)
-    done = TrainingSummary(
-        **{
-            **{key: getattr(summary, key) for key in summary.__dataclass_fields__},
-            "resumed_from": job.saved.step if job.saved is not None else 0,
-            "first_loss": rows[0]["loss"] if rows else None,
-            "last_loss": rows[-1]["loss"] if rows else None,
-            "seconds": round(seconds, 3),
-        }
+    learned = job.initial if isinstance(job.initial, Learned) else None
+    done = replace(
+        summary,
+        resumed_from=job.saved.step if job.saved is not None else 0,
+        first_loss=rows[0]["loss"] if rows else None,
+        last_loss=rows[-1]["loss"] if rows else None,
+        seconds=round(seconds, 3),
+        initial_state=str(job.output / LEARNED_STATE_FILE) if learned is not None else None,
     )
+    if learned is not None:
+        learned.release()
     if job.processes.first:
         handover = bool(handover_layers(job.model.config))
         with disk_errors("the final checkpoint", job.watch.last_good):
@@ -310,10 +263,13 @@ def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSumma
                 with CheckpointWriter(final, force=True) as writer:
                     write_model(writer, job.model, job.source, job.tokenizer)
         trained = open_checkpoint(final)
+        finished = materialise(trained) if handover else job.model
+        if learned is not None:
+            learned.save(job.output / LEARNED_STATE_FILE, finished)
         body = {
             "checkpoint": {
                 "path": str(final),
-                "fingerprint": (materialise(trained) if handover else job.model).fingerprint(),
+                "fingerprint": finished.fingerprint(),
                 "parameters": sum(math.prod(shape) for shape in trained.config.tensor_shapes().values()),
                 "state_size": trained.config.state_size(),
                 "surgery": trained.surgery,
@@ -326,34 +282,6 @@ def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSumma
         write_result(job.output / RESULT_FILE, body)
     job.processes.wait()
     return done
-
-
-def _summary(
-    recipe: Recipe, source: Checkpoint, place: _Place, stream: BatchStream, *, dry_run: bool
-) -> TrainingSummary:
-    shapes = source.config.tensor_shapes()
-    names = [name for name in shapes if not name.endswith(".progress")]
-    groups = parameter_groups(names, touched_names(source.surgery), recipe.optimizer)
-    before = stream.position()
-    batch = stream.next_batch()
-    stream.restore(before)
-    steps = recipe.steps(place.world)
-    return TrainingSummary(
-        output=recipe.run.output,
-        checkpoint=str(Path(recipe.run.output) / FINAL_FOLDER),
-        dry_run=dry_run,
-        steps=steps,
-        tokens=steps * recipe.tokens_per_step(place.world),
-        processes=place.world,
-        groups=tuple(_group(group, shapes) for group in groups),
-        batch_shapes={name: tuple(batch[name].shape) for name in ("input_ids", "labels")},
-        labels_in_batch=int((batch["labels"][:, 1:] != -100).sum()),
-    )
-
-
-def _group(group: ParameterGroup, shapes: dict[str, tuple[int, ...]]) -> GroupSummary:
-    numbers = sum(math.prod(shapes[name]) for name in group.names)
-    return GroupSummary(group.name, len(group.names), numbers, group.learning_rate, group.weight_decay)
 
 
 @contextmanager

@@ -29,6 +29,8 @@ class TokenSequence:
     input_ids: Ints
     labels: Ints
     origin: str
+    starts: tuple[int, ...] = (0,)
+    """Columns where documents start; without 0 the sequence goes on in a document that began before it."""
 
 
 class SequenceSource(Protocol):
@@ -109,17 +111,21 @@ class _Lane:
         chunk = self._chunk()
         if self._documents is None:
             self._documents = list(self._corpus.read(chunk))
+        part = 0
+        if self.offset == NOT_BEGUN and self._shares:
+            # Readers of the same chunk would otherwise all give the same sequences.
+            self.document, part = divmod(len(self._documents) * self._stream, self._streams)
         if self._tokens is None:
             empty = self.document >= len(self._documents)
             self._tokens = np.empty(0, np.int64) if empty else self._encode(self._documents[self.document])
         if self.offset == NOT_BEGUN:
-            # Readers of the same chunk would otherwise all give the same sequences.
-            self.offset = len(self._tokens) * self._stream // self._streams if self._shares else 0
+            self.offset = len(self._tokens) * part // self._streams
         return self._tokens[self.offset :]
 
-    def take(self, length: int) -> tuple[Ints, str]:
-        """Return the next `length` tokens and the place of the first."""
+    def take(self, length: int) -> TokenSequence:
+        """Return the next `length` tokens, every one labelled, with the place of the first."""
         parts: list[Ints] = []
+        starts: list[int] = []
         missing, origin = length, ""
         while missing:
             rest = self._rest()
@@ -127,10 +133,13 @@ class _Lane:
                 self._advance()
                 continue
             origin = origin or self._corpus.describe(self._chunk())
+            if not self.offset:
+                starts.append(length - missing)
             parts.append(rest[:missing])
             self.offset += len(parts[-1])
             missing -= len(parts[-1])
-        return np.concatenate(parts), origin
+        ids = np.concatenate(parts)
+        return TokenSequence(ids, ids, origin, tuple(starts))
 
     def position(self) -> list[int]:
         return [self.epoch, self.turn, self.document, self.offset]
@@ -145,14 +154,26 @@ class CorpusSource:
 
     Every epoch of a lane has a new order. The processes read disjoint chunks as long as there are enough of them.
 
+    Args:
+        rows: give this many lanes, for `next_of` alone: each belongs to a row of the batch, which reads its texts from
+            start to end. Lanes that have no chunk of their own begin at different places of the same ones.
+
     Raises:
         UserError: the corpus has fewer than `length` tokens.
     """
 
-    def __init__(self, corpus: Corpus, encode: Encoder, length: int, shard: Shard, lanes: int = LANES) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        encode: Encoder,
+        length: int,
+        shard: Shard,
+        lanes: int = LANES,
+        rows: int | None = None,
+    ) -> None:
         self._length, self._shard = length, shard
         _check_enough(corpus, encode, length)
-        count = max(1, min(lanes, len(corpus) // shard.world))
+        count = max(1, min(lanes, len(corpus) // shard.world)) if rows is None else rows
         self._lanes = [_Lane(corpus, encode, shard, lane, count) for lane in range(count)]
         self._index = 0
 
@@ -160,9 +181,12 @@ class CorpusSource:
         """Return the next sequence; every token of it is labelled."""
         shard = self._shard
         draw = random_generator(shard.seed, shard.source, shard.rank, self._index, 1).random()
-        ids, origin = self._lanes[int(draw * len(self._lanes))].take(self._length)
+        return self.next_of(int(draw * len(self._lanes)))
+
+    def next_of(self, lane: int) -> TokenSequence:
+        """Return the next sequence of one lane."""
         self._index += 1
-        return TokenSequence(ids, ids, origin)
+        return self._lanes[lane].take(self._length)
 
     def position(self) -> dict[str, Any]:
         """Return the number of sequences given and the place of every lane."""
@@ -275,6 +299,7 @@ class HubSource:
     def next(self) -> TokenSequence:
         """Return the next sequence; every token of it is labelled."""
         parts: list[Ints] = []
+        starts: list[int] = []
         missing = self._length
         while missing:
             rest = self._tokens[self._offset :]
@@ -283,12 +308,14 @@ class HubSource:
                 if not self._given and self._epoch:
                     raise UserError(f"the data has fewer tokens than the context_length {self._length}; shorten it")
                 continue
+            if not self._offset:
+                starts.append(self._length - missing)
             parts.append(rest[:missing])
             self._offset += len(parts[-1])
             missing -= len(parts[-1])
         self._given += 1
         ids = np.concatenate(parts)
-        return TokenSequence(ids, ids, f"{self._name} sequence {self._given - 1}")
+        return TokenSequence(ids, ids, f"{self._name} sequence {self._given - 1}", tuple(starts))
 
     def position(self) -> dict[str, Any]:
         """Return the place of the current document in the stream and what has been used of it."""

@@ -38,7 +38,9 @@ from longrecall.training.initial_states import InitialState
 from longrecall.training.logs import Bar, RunLog, Stopwatch
 from longrecall.training.optimizer import ParameterGroup, make_optimizer, optimizer_tensors, restore_optimizer
 from longrecall.training.recipe import Recipe
+from longrecall.training.recipe_states import LearnedRecipe
 from longrecall.training.schedule import handover_progress, rate_factor
+from longrecall.training.segments import Segments, read_batch
 from longrecall.training.watch import FiniteWatch, describe_place
 
 CARRIED = "initial_state."
@@ -74,6 +76,11 @@ class Job:
     def tokens_per_step(self) -> int:
         """Tokens of one step of all processes."""
         return self.recipe.tokens_per_step(self.processes.world)
+
+    def restore_initial(self, own: ProcessState) -> None:
+        """Put the intervention back to where this process had saved it."""
+        carried = {name.removeprefix(CARRIED): t for name, t in own.tensors.items() if name.startswith(CARRIED)}
+        self.initial.load_state_dict(carried)
 
     def set_handover(self, step: int) -> float:
         """Set the handover layers to where they stand in 0-based `step`; return their progress."""
@@ -151,20 +158,17 @@ class RecurrentTrainer(Trainer):
             model.train()
         origin = inputs.pop("origin")
         step = self.state.global_step + 1
-        text = inputs.pop("text")
+        text, starts = inputs.pop("text"), inputs.pop("starts")
         self._place = describe_place(origin, inputs.pop("first"), job.processes.rank)
         batch = self._prepare_inputs(inputs)
+        apart = job.recipe.data.reset_documents or job.initial.continues
+        segments = Segments.of(starts, batch["input_ids"].shape[1]) if apart else None
         with self.compute_loss_context_manager():
-            out = model(
-                input_ids=batch["input_ids"],
-                labels=batch["labels"],
-                past_key_values=job.initial.before_batch(text),
-            )
-        job.initial.after_batch(out.past_key_values)
-        job.watch.see("loss", step, self._place, out.loss)
+            mean = read_batch(model, batch["input_ids"], batch["labels"], text, job.initial, segments)
+        job.watch.see("loss", step, self._place, mean)
         # The model returns a mean over the labels of this micro-batch; data parallelism averages over the processes.
         share = label_count(batch["labels"]) * job.processes.world / num_items_in_batch.clamp(min=1)
-        loss: Tensor = out.loss * share
+        loss: Tensor = mean * share
         self.accelerator.backward(loss)
         self.loss_sum += loss.detach()
         return loss.detach()
@@ -238,8 +242,7 @@ class RunCallback(TrainerCallback):
             trainer.accelerator.scaler.load_state_dict(saved.state["scaler"])
         own = saved.process(job.processes.rank)
         job.stream.restore(own.data["position"])
-        carried = {name.removeprefix(CARRIED): t for name, t in own.tensors.items() if name.startswith(CARRIED)}
-        job.initial.load_state_dict(carried)
+        job.restore_initial(own)
         trainer.loss_sum = own.tensors["loss_sum"].to(trainer.loss_sum.device)
         self._logged_step = int(own.data["logged_step"])
         restore_random(own.tensors)
@@ -282,6 +285,8 @@ class RunCallback(TrainerCallback):
             "gradient_norm": None if trainer.gradient_norm is None else float(trainer.gradient_norm),
             "tokens_per_second": round(self._clock.rate(), 1),
         }
+        if isinstance(job.recipe.initial_state, LearnedRecipe):
+            row["initial_state_learning_rate"] = factor * job.recipe.initial_state.learning_rate
         if job.handovers:
             row["handover"] = progress
         if job.processes.first:

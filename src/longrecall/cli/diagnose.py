@@ -1,0 +1,191 @@
+"""`longrecall diagnose`: what a checkpoint's memory does past its training length, and which remedy it needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from typing import Any
+
+from longrecall.errors import UserError
+from longrecall.tables import aligned
+from longrecall.units import format_length, parse_length
+
+HELP = "look at a checkpoint far past its training length and say which remedy it needs"
+EXAMPLE = "longrecall diagnose CKPT --text book.txt --multiple 16 --out diagnosis.json"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
+    add = parser.add_argument
+    add("checkpoint", metavar="CKPT", help="a checkpoint folder or hub id")
+    add("--text", required=True, metavar="FILE", help="running text, UTF-8, that the model was not trained on")
+    add("--multiple", type=int, default=16, metavar="N", help="how far to look, in training lengths [%(default)s]")
+    add("--training-length", metavar="N", help="tokens: 512, 4k [the checkpoint's context_length]")
+    add("--sequences", type=int, default=8, metavar="S", help="windows of the text at most [%(default)s]")
+    add("--parts", metavar="P,...", help="perplexity, state, remembrance, recall [all that fit the model]")
+    add("--starts", metavar="T,...", help="remembrance: tokens to leave out, 0,128,1k [a grid of about 15]")
+    add("--recall-samples", type=int, default=40, metavar="N", help="pass keys per length at most [%(default)s]")
+    add("--seed", type=int, default=0, metavar="N", help="seed of pass keys and intervals [%(default)s]")
+    add("--out", metavar="FILE", help="write the result as JSON")
+    add("--json", action="store_true", help="print the result as JSON instead of tables")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
+    machine.add_argument("--dtype", metavar="D", help="float32, bfloat16, float16 [as stored]")
+    machine.add_argument("--batch-tokens", default="2k", metavar="N", help="tokens per forward pass [%(default)s]")
+    machine.add_argument("--segment-tokens", default="256", metavar="N", help="columns read at once [%(default)s]")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Diagnose, print tables or JSON, return the exit code (0 whatever the verdict)."""
+    settings: dict[str, Any] = {
+        "multiple": args.multiple,
+        "sequences": args.sequences,
+        "recall_samples": args.recall_samples,
+        "seed": args.seed,
+        "batch_tokens": _length(args.batch_tokens, "--batch-tokens"),
+        "segment_tokens": _length(args.segment_tokens, "--segment-tokens"),
+        "starts": None if args.starts is None else tuple(_starts(args.starts)),
+    }
+    training_length = None if args.training_length is None else _length(args.training_length, "--training-length")
+    parts = None if args.parts is None else [part.strip() for part in args.parts.split(",")]
+
+    from longrecall.diagnostics.diagnosis import diagnose_checkpoint
+
+    result = diagnose_checkpoint(
+        args.checkpoint,
+        args.text,
+        training_length=training_length,
+        parts=parts,
+        dtype=args.dtype,
+        device=args.device,
+        out=args.out,
+        **settings,
+    )
+    print(json.dumps(result, indent=1) if args.json else as_text(result))
+    if args.out is not None:
+        print(f"written to {args.out}", file=sys.stderr)
+    return 0
+
+
+def _length(text: str, option: str) -> int:
+    try:
+        return parse_length(text)
+    except UserError as error:
+        raise UserError(f"{option}: {error}") from None
+
+
+def _starts(text: str) -> list[int]:
+    return [0 if piece.strip() == "0" else _length(piece, "--starts") for piece in text.split(",")]
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """Return the tables of every part, the time each took, and the verdict, as lines for the terminal."""
+    blocks = [
+        _perplexity_table(result["perplexity"]),
+        _state_table(result),
+        _points_table("left out", "t", result["remembrance"]["points"], "effective remembrance"),
+        _points_table("length", "length", result["recall"]["points"], "pass keys recalled"),
+        _recall_line(result["recall"]["maximum"]),
+        _times(result["timing"]),
+        _verdict_lines(result["verdict"]),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _table(rows: list[tuple[str, ...]], left: int) -> list[str]:
+    rule = tuple("-" * max(map(len, column)) for column in zip(*rows, strict=True))
+    return aligned([rows[0], rule, *rows[1:]], left=left)
+
+
+def _perplexity_table(entries: list[dict[str, Any]]) -> list[str]:
+    """Every octave's last range: the file has all of them."""
+    if not entries:
+        return []
+    octave = [math.ceil(math.log2(entry["end"])) for entry in entries]
+    shown = [i for i in range(len(entries)) if i + 1 == len(entries) or octave[i + 1] > octave[i]]
+    rows: list[tuple[str, ...]] = [("positions", "loss", "95% interval", "perplexity", "bits/byte")]
+    for entry in (entries[index] for index in shown):
+        place = f"{format_length(entry['start'])} .. {format_length(entry['end'])}"
+        numbers = (_number(entry["loss"]), _interval(entry), _number(entry["perplexity"]))
+        rows.append((place, *numbers, _number(entry["bits_per_byte"], "unknown" if entry["loss"] else "diverged")))
+    return _table(rows, left=1)
+
+
+def _state_table(result: dict[str, Any]) -> list[str]:
+    """Norm and effective rank of every layer (means over heads) at the training length and at the end."""
+    state = result["state"]
+    if not state["layers"]:
+        parts = result["settings"]["parts"]
+        return [] if "state" in parts else ["state: not looked at (left out, or no recurrent layers)"]
+    training = result["settings"]["training_length"]
+    last = len(state["positions"]) - 1
+    first = next(index for index, position in enumerate(state["positions"]) if position >= training)
+    places = [format_length(state["positions"][index]) for index in (first, last)]
+    rows: list[tuple[str, ...]] = [
+        ("state", "mixer", *(f"{what} at {place}" for what in ("norm", "rank") for place in places), "of")
+    ]
+    for layer in state["layers"]:
+        cells = [
+            _number(_mean([head[name][index] for head in layer["heads"]]))
+            for name in ("norm", "effective_rank")
+            for index in (first, last)
+        ]
+        rows.append((f"layer {layer['layer']}", layer["mixer"], *cells, str(min(layer["key_dim"], layer["value_dim"]))))
+    return _table(rows, left=2)
+
+
+def _points_table(name: str, key: str, points: list[dict[str, Any]], title: str) -> list[str]:
+    if not points:
+        return []
+    rows: list[tuple[str, ...]] = [(name, title, "95% interval", "count")]
+    rows += [
+        (
+            format_length(point[key]) if point[key] else "0",
+            _number(point["value"]),
+            _interval(point),
+            str(point["count"]),
+        )
+        for point in points
+    ]
+    return _table(rows, left=1)
+
+
+def _recall_line(maximum: dict[str, int | None]) -> list[str]:
+    if not maximum:
+        return []
+    parts = (f"{name}: {'none' if length is None else format_length(length)}" for name, length in maximum.items())
+    return ["maximum recall length above " + ", ".join(parts)]
+
+
+def _times(timing: dict[str, dict[str, float]]) -> list[str]:
+    total = sum(part["seconds"] for part in timing.values())
+    shares = (
+        f"{name} {part['seconds']:.1f} s ({100 * part['seconds'] / max(total, 1e-9):.0f}%)"
+        for name, part in timing.items()
+    )
+    cpu = sum(part["cpu_seconds"] for part in timing.values())
+    return [f"time: {', '.join(shares)}; {total:.1f} s in all, {cpu:.1f} CPU seconds"]
+
+
+def _verdict_lines(findings: list[dict[str, Any]]) -> list[str]:
+    lines = ["verdict"]
+    for finding in findings:
+        lines += [f"  {finding['finding']}: {finding['text']}", f"    {finding['advice']}"]
+    return lines
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def _interval(entry: dict[str, Any]) -> str:
+    return "" if entry["low"] is None else f"{_number(entry['low'])} .. {_number(entry['high'])}"
+
+
+def _number(value: float | None, missing: str = "diverged") -> str:
+    if value is None:
+        return missing
+    return f"{value:.3f}" if abs(value) < 1e5 else f"{value:.3g}"

@@ -1,0 +1,166 @@
+"""One look for all plots: told apart by colour, marker and line, so that they survive a grey printer; inline SVG."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from numpy.typing import NDArray
+
+from longrecall.report.inputs import Evaluation, Measurement
+from longrecall.units import format_length
+
+# Dark to light, so that neighbours differ in grey too; after Okabe and Ito's colours for every eye.
+_COLOURS = ("#5b5b5b", "#00548f", "#c45a00", "#00805f", "#a83a80", "#2f9fd6", "#8a6d00", "#1b1b1b")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_LINES: tuple[Any, ...] = ((0, (4, 2)), "-", (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
+INK, _FAINT = "#222222", "#d4d4d4"
+SETTINGS: Any = {
+    "svg.fonttype": "none",
+    # A label is a label: dollars start no formula.
+    "text.parse_math": False,
+    "svg.hashsalt": "longrecall",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 10.0,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.titlesize": 10.0,
+    "axes.titleweight": "bold",
+    "grid.color": _FAINT,
+    "grid.linewidth": 0.6,
+}
+_PAGE_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+WIDTH = 7.6
+SHARE_LIMITS = (-0.03, 1.03)
+"""The vertical axis of shares: markers at 0 and 1 stay whole."""
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Return colour, marker and line of the series at `index`, the same in every plot of a page."""
+    return {
+        "color": _COLOURS[index % len(_COLOURS)],
+        "marker": _MARKERS[index % len(_MARKERS)],
+        "linestyle": _LINES[index % len(_LINES)],
+        "linewidth": 1.7,
+        "markersize": 5.5,
+    }
+
+
+def accuracy_line(axes: Axes, index: int, lines: int, key: str, cells: Sequence[Measurement]) -> None:
+    """Draw accuracy by `key` of the cells: line `index` of `lines`."""
+    # Lines a little apart, so that one error bar does not hide another.
+    shift = 2.0 ** (0.035 * (index - (lines - 1) / 2))
+    points = sorted(((m.cell[key] * shift, m) for m in cells if key in m.cell), key=lambda point: point[0])
+    line_with_bars(axes, index, points)
+
+
+def line_with_bars(axes: Axes, index: int, points: Sequence[tuple[float, Measurement]]) -> None:
+    """Draw line `index` through (x, measurement), with the 95% intervals as bars."""
+    style = line_style(index)
+    known = [(x, m.value, m.low, m.high) for x, m in points if m.value is not None]
+    axes.plot([x for x, *_ in known], [value for _, value, *_ in known], **style)
+    for x, value, low, high in known:
+        if low is not None and high is not None:
+            spread = [[max(0.0, value - low)], [max(0.0, high - value)]]
+            axes.errorbar([x], [value], yerr=spread, color=style["color"], capsize=2.5, linewidth=1.1, fmt="none")
+
+
+def accuracy_axes(axes: Axes, ticks: Iterable[float], label: str) -> None:
+    """Scale axes for shares over places that double, and name them."""
+    axes.set_xscale("log", base=2)
+    places = sorted(ticks)
+    axes.set_xticks(places, [format_length(int(place)) for place in places])
+    axes.minorticks_off()
+    axes.set_ylim(*SHARE_LIMITS)
+    axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xlabel(label)
+    axes.grid(axis="y")
+
+
+def measured(evaluations: Sequence[Evaluation], task: str, metric: str) -> list[tuple[int, str]]:
+    """Return (index, label) of the files that measured this."""
+    return [(index, entry.label) for index, entry in enumerate(evaluations) if entry.of(task, metric)]
+
+
+def add_legend(figure: Figure, series: Sequence[tuple[int, str]]) -> None:
+    """Put a legend over the figure: `series` are (style index, label)."""
+    # Made by hand: matplotlib would leave out labels that begin with an underscore.
+    handles = [Line2D([], [], **line_style(index)) for index, _ in series]
+    labels = [label for _, label in series]
+    figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, handlelength=3.2)
+
+
+def to_svg(figure: Figure, name: str, title: str) -> str:
+    """Return the figure as an <svg> element to stand in HTML: named, free of addresses, its ids unique on the page."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # In HTML an inline <svg> needs no namespaces; without them nothing in the page looks like an address.
+    text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text)
+    text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
+    text = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', text)
+    text = text.replace("url(#", f"url(#{name}-")
+    text = text.replace("'DejaVu Sans'", _PAGE_FONT.replace("'", "&#39;"))
+    opening = f'<svg role="img" aria-labelledby="{name}-title"'
+    return text.replace("<svg", opening, 1).replace(">", f'><title id="{name}-title">{escape(title)}</title>', 1)
+
+
+def heat_map(
+    axes: Axes, values: NDArray[np.float64], columns: Sequence[float], rows: Sequence[str], title: str
+) -> None:
+    """Draw shares in [0, 1] as shades with their percentages; `values` [rows, columns], NaN for what is not known.
+
+    `columns` are lengths in tokens.
+    """
+    axes.pcolormesh(
+        np.arange(len(columns) + 1), np.arange(len(rows) + 1), values, cmap="Blues", vmin=0, vmax=1.15, edgecolors="w"
+    )
+    for (row, column), value in np.ndenumerate(values):
+        text = "–" if np.isnan(value) else f"{100 * value:.0f}"
+        axes.text(
+            column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=9, color="w" if value > 0.6 else INK
+        )
+    axes.set_xticks(np.arange(len(columns)) + 0.5, [format_length(int(length)) for length in columns])
+    axes.set_yticks(np.arange(len(rows)) + 0.5, rows)
+    # First row on top. Not invert_yaxis(): maps that share an axis would turn it around and around.
+    axes.set_ylim(len(rows), 0)
+    axes.tick_params(length=0)
+    axes.set_title(title, loc="left")
+
+
+def mark(axes: Axes, place: float, words: str, left: bool = False) -> None:
+    """Draw a dotted vertical line at `place`, with `words` to the right (or left) of its upper end.
+
+    Shares leave room for the words: the axis goes on above 100%.
+    """
+    if words and axes.get_ylim()[1] == SHARE_LIMITS[1]:
+        axes.set_ylim(SHARE_LIMITS[0], 1.13)
+    axes.axvline(place, color=INK, linewidth=1.1, linestyle=(0, (1, 2)), zorder=0.5)
+    axes.annotate(
+        words,
+        (place, 1.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(-3 if left else 3, -2),
+        textcoords="offset points",
+        fontsize=8,
+        va="top",
+        ha="right" if left else "left",
+        color=INK,
+    )

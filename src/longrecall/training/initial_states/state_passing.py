@@ -1,0 +1,67 @@
+"""State passing (Buitrago Ruiz and Gu 2025, intervention 3): the final state of an unrelated sequence."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from longrecall.layers.mixers.base import LayerState
+from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.models.state import RecurrentState
+from longrecall.training.initial_states.base import (
+    RowChoice,
+    clip_heads,
+    filled_state,
+    is_recurrent,
+    pack_layers,
+    takes_part,
+    unpack_layers,
+)
+from longrecall.training.recipe_states import StatePassingRecipe
+
+
+class StatePassing:
+    """Row i of a batch starts from the final state of row i of the previous, unrelated batch, without its gradient.
+
+    Each row gets the state with the recipe's probability, else zeros. The recurrent state is passed, the state of the
+    short convolutions too unless the recipe says no; `clip_norm` limits the Frobenius norm of each head's state.
+    """
+
+    by_row: ClassVar[bool] = True
+    continues: ClassVar[bool] = False
+
+    def __init__(self, recipe: StatePassingRecipe, model: RecurrentLM, seed: int, rank: int) -> None:
+        self._recipe, self._model = recipe, model
+        self._rows = RowChoice(recipe, seed, rank)
+        self._carried: tuple[LayerState, ...] | None = None
+
+    def before_batch(self, text: Tensor) -> RecurrentState | None:
+        """Return the passed state, or None in the first batch and when no row gets one."""
+        chosen, carried = self._rows.draw(text), self._carried
+        if carried is None or any(t.shape[0] != len(text) for layer in carried for t in layer.values()):
+            return None
+        return filled_state(
+            self._model, chosen, self._recipe.convolution, lambda index, name, empty: carried[index][name]
+        )
+
+    def after_batch(self, final: RecurrentState) -> None:
+        """Keep what the next batch may start from."""
+        self._carried = tuple(
+            {
+                name: clip_heads(tensor.detach(), self._recipe.clip_norm if is_recurrent(name) else None)
+                for name, tensor in layer.items()
+                if takes_part(name, self._recipe.convolution)
+            }
+            for layer in final.layers
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the carried tensors as ``carried.{layer}.{name}`` and the number of batches begun."""
+        return {"batches": torch.tensor(self._rows.batches)} | pack_layers("carried", self._carried or ())
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        """Continue from `state_dict`, on the model's device."""
+        self._rows.batches = int(tensors["batches"])
+        self._carried = unpack_layers("carried", tensors, self._model)

@@ -1,0 +1,112 @@
+"""Batches whose documents are kept apart: the pieces between document starts, side by side, each with its own state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from longrecall.models.state import RecurrentState
+from longrecall.training.initial_states import InitialState
+from longrecall.training.initial_states.base import keep_rows
+
+
+@dataclass(frozen=True)
+class Segments:
+    """N pieces of the B rows of a batch, in reading order; a row has at least one.
+
+    Attributes:
+        rows, length: B and T of the batch.
+        row: int64 ``[N]``: the row that a piece lies in.
+        begin: int64 ``[N]``: its first column.
+        opens: bool ``[N]``: a document starts here; False for a row that goes on from the batch before.
+    """
+
+    rows: int
+    length: int
+    row: Tensor
+    begin: Tensor
+    opens: Tensor
+
+    @classmethod
+    def of(cls, starts: Sequence[Sequence[int]], length: int) -> Segments:
+        """Cut rows of `length` columns at `starts`: for every row the columns, ascending, where documents start."""
+        pieces = [
+            (row, begin, begin in columns)
+            for row, columns in enumerate(starts)
+            for begin in dict.fromkeys((0, *columns))
+        ]
+        row, begin, opens = zip(*pieces, strict=True)
+        return cls(len(starts), length, torch.tensor(row), torch.tensor(begin), torch.tensor(opens))
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether every row is one piece."""
+        return len(self.row) == self.rows
+
+    def inputs(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return the arguments of the model for int64 ``[B, T]``: as they are, or packed into one row.
+
+        The first token of a row, which nothing predicts, has no label then either: the mean loss is the same.
+        """
+        if self.whole_rows:
+            return {"input_ids": input_ids, "labels": labels}
+        first = torch.arange(self.length, device=labels.device) == 0
+        ends = torch.tensor([self.rows * self.length])
+        return {
+            "input_ids": input_ids.reshape(1, -1),
+            "labels": labels.masked_fill(first, -100).reshape(1, -1),
+            "cu_seqlens": torch.cat([self.row * self.length + self.begin, ends]).to(input_ids.device),
+        }
+
+    def spread(self, state: RecurrentState, continues: bool) -> RecurrentState:
+        """Return the state of N pieces from one of B rows: the row's for its first piece, zeros for the others.
+
+        With `continues` a document that starts with its row starts from zeros too.
+        """
+        keep = (self.begin == 0) & ~(self.opens & continues)
+        spread = state if self.whole_rows else state.select_rows(self.row)
+        if bool(keep.all()):
+            return spread
+        keep = keep.to(spread.position.device)
+        kept = spread.map(lambda tensor: keep_rows(tensor, keep))
+        return replace(kept, position=keep_rows(spread.position, keep))
+
+    def ends(self, final: RecurrentState) -> RecurrentState:
+        """Return the states in which the B rows ended from those of the N pieces."""
+        if self.whole_rows:
+            return final
+        last = torch.searchsorted(self.row, torch.arange(self.rows), right=True) - 1
+        return final.select_rows(last)
+
+
+def read_batch(
+    model: nn.Module,
+    input_ids: Tensor,
+    labels: Tensor,
+    text: Tensor,
+    initial: InitialState,
+    segments: Segments | None = None,
+) -> Tensor:
+    """Read a batch from the states that `initial` chooses and show `initial` where it ended; return the mean loss.
+
+    Args:
+        input_ids, labels: int64 ``[B, T]`` on the model's device.
+        text: bool ``[B]``: the rows of running text.
+        segments: the documents to keep apart; None = every row is read as one text.
+    """
+    arguments = {"input_ids": input_ids, "labels": labels} if segments is None else segments.inputs(input_ids, labels)
+    if segments is None:
+        before = initial.before_batch(text)
+    elif initial.by_row:
+        before = initial.before_batch(text)
+        before = None if before is None else segments.spread(before, initial.continues)
+    else:
+        before = initial.before_batch(text[segments.row])
+    out = model(**arguments, past_key_values=before)
+    final: RecurrentState = out.past_key_values
+    initial.after_batch(segments.ends(final) if segments is not None and initial.by_row else final)
+    loss: Tensor = out.loss
+    return loss

@@ -1,0 +1,118 @@
+"""What a run will do, from the recipe and the config alone, and what it did."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from longrecall.models.checkpoint import Checkpoint
+from longrecall.training.data import BatchStream
+from longrecall.training.initial_states import learned_shapes
+from longrecall.training.optimizer import ParameterGroup, parameter_groups, touched_names
+from longrecall.training.recipe import Recipe
+from longrecall.training.recipe_states import LearnedRecipe
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """Parameters with one learning rate and weight decay."""
+
+    name: str
+    tensors: int
+    parameters: int
+    learning_rate: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class TrainingSummary:
+    """What a run did, or with `dry_run` would do."""
+
+    output: str
+    checkpoint: str
+    """The trained checkpoint (of a dry run: where it would go)."""
+    dry_run: bool
+    steps: int
+    tokens: int
+    processes: int
+    groups: tuple[GroupSummary, ...]
+    batch_shapes: dict[str, tuple[int, ...]]
+    labels_in_batch: int
+    """Positions of the first batch that have a loss."""
+    resumed_from: int = 0
+    """Steps that an earlier run had done already."""
+    first_loss: float | None = None
+    last_loss: float | None = None
+    seconds: float = 0.0
+    initial_state: str | None = None
+    """The file of a learned initial state."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def table(self) -> str:
+        """Lines for people."""
+        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.batch_shapes.items())
+        lines = [
+            f"steps            {self.steps:,} on {self.processes} process{'es' if self.processes > 1 else ''}",
+            f"tokens           {self.tokens:,}",
+            f"first batch      {shapes}; {self.labels_in_batch:,} labels",
+            f"output           {self.checkpoint}",
+            *([f"initial state    {self.initial_state}"] if self.initial_state else []),
+            "",
+            f"{'parameters':<20}{'tensors':>8}{'numbers':>14}{'peak rate':>12}{'decay':>8}",
+        ]
+        lines += [
+            f"{group.name:<20}{group.tensors:>8}{group.parameters:>14,}{group.learning_rate:>12.3g}{group.weight_decay:>8g}"
+            for group in self.groups
+        ]
+        if self.last_loss is not None:
+            lines += ["", f"loss {self.first_loss:.4f} -> {self.last_loss:.4f} in {self.seconds:.0f} s"]
+        return "\n".join(lines)
+
+
+def plan(
+    recipe: Recipe, source: Checkpoint, processes: int, stream: BatchStream, final: Path, *, dry_run: bool
+) -> TrainingSummary:
+    """Return what a run would do: it draws the first batch of `stream`, puts it back, and reads no weights."""
+    shapes = trained_shapes(recipe, source)
+    groups = recipe_groups(recipe, source, list(shapes))
+    before = stream.position()
+    batch = stream.next_batch()
+    stream.restore(before)
+    steps = recipe.steps(processes)
+    return TrainingSummary(
+        output=recipe.run.output,
+        checkpoint=str(final),
+        dry_run=dry_run,
+        steps=steps,
+        tokens=steps * recipe.tokens_per_step(processes),
+        processes=processes,
+        groups=tuple(_group(group, shapes) for group in groups),
+        batch_shapes={name: tuple(batch[name].shape) for name in ("input_ids", "labels")},
+        labels_in_batch=int((batch["labels"][:, 1:] != -100).sum()),
+    )
+
+
+def trained_shapes(recipe: Recipe, source: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of every parameter that the run changes, from the config alone."""
+    shapes = source.config.tensor_shapes()
+    shapes = {name: shape for name, shape in shapes.items() if not name.endswith(".progress")}
+    if not isinstance(recipe.initial_state, LearnedRecipe):
+        return shapes
+    learned = learned_shapes(recipe.initial_state, source.config)
+    return learned if recipe.initial_state.freeze else shapes | learned
+
+
+def recipe_groups(recipe: Recipe, source: Checkpoint, names: list[str]) -> tuple[ParameterGroup, ...]:
+    """Return the parameter groups of the recipe for these names."""
+    rate = recipe.initial_state.learning_rate if isinstance(recipe.initial_state, LearnedRecipe) else 0.0
+    return parameter_groups(names, touched_names(source.surgery), recipe.optimizer, rate)
+
+
+def _group(group: ParameterGroup, shapes: dict[str, tuple[int, ...]]) -> GroupSummary:
+    numbers = sum(math.prod(shapes[name]) for name in group.names)
+    return GroupSummary(group.name, len(group.names), numbers, group.learning_rate, group.weight_decay)

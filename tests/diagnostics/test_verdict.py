@@ -1,0 +1,246 @@
+"""Models made to have one illness each get the verdict for it; healthy ones get none."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longrecall import RecurrentLM, load
+from longrecall.cli.main import build_parser
+from longrecall.diagnostics import Thresholds, diagnose, read_diagnosis, verdict
+from longrecall.diagnostics.verdict import fill
+from longrecall.errors import UserError
+from longrecall.models.byte_tokenizer import byte_tokenizer
+from longrecall.training.recipe import Recipe
+from tests.conftest import MIXERS
+from tests.diagnostics.conftest import ASSETS, FirstTokens, Ring, change_layer, tiny_model
+
+RECIPES = Path(__file__).parents[2]
+
+
+def base(name: str = "mamba2-base") -> RecurrentLM:
+    return load(ASSETS / name, dtype="float32")
+
+
+def run(model: Any, tokenizer: Any, text: str, parts: str, **changes: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"multiple": 4, "sequences": 4, "progress": False, "recall_samples": 10}
+    result = diagnose(model, tokenizer, text, parts=parts.split(","), **(arguments | changes))
+    # Whatever a model does, the result is plain JSON.
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    for finding in result["verdict"]:
+        check_advice(finding["advice"])
+    return result
+
+
+def findings(result: dict[str, Any]) -> list[str]:
+    return [finding["finding"] for finding in result["verdict"]]
+
+
+def check_advice(advice: str) -> None:
+    """The command at the end of an advice is one that longrecall takes, down to the keys of the recipe."""
+    found = re.search(r"longrecall (train|expand|diagnose|eval) .*$", advice)
+    if found is None:
+        assert "no method of expand fits" in advice
+        return
+    words = shlex.split(found[0])[1:]
+    args = build_parser((words[0],)).parse_args(words)
+    if words[0] == "train":
+        Recipe.load(RECIPES / args.recipe, args.overrides)
+
+
+@pytest.mark.parametrize("name", ["gla-base", "mamba2-base"])
+def test_the_shipped_bases_are_healthy_at_twice_their_length(name: str, tokenizer: Any, held_out: str) -> None:
+    result = run(base(name), tokenizer, held_out, "perplexity,state,remembrance,recall", multiple=2, recall_samples=20)
+    assert findings(result) == ["healthy"]
+    assert result["settings"]["training_length"] == 512
+    assert "pass keys are recalled up to 1024 tokens" in result["verdict"][0]["text"]
+    assert result["checkpoint"]["fingerprint"] == base(name).fingerprint()
+
+
+def test_a_decay_that_almost_stops_makes_perplexity_leave_its_level(tokenizer: Any, held_out: str) -> None:
+    model = base()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mixer.A_log -= 4.0  # the state forgets 55 times slower, so it outgrows what the layer was trained on
+    result = run(model, tokenizer, held_out, "perplexity", multiple=8)
+    (finding,) = result["verdict"]
+    assert finding["finding"] == "length" and "state passing" in finding["advice"]
+    numbers = finding["numbers"]
+    assert numbers["position"] >= 512 and numbers["rise_low"] > Thresholds().length_rise and numbers["rise_at_end"] > 1
+    entry = next(entry for entry in result["perplexity"] if entry["start"] == numbers["position"])
+    assert entry["rise"] == numbers["rise"] and f"at {entry['start']}" in finding["text"]
+
+
+def test_a_model_that_breaks_at_a_position_is_said_to_break_there(tokenizer: Any, held_out: str) -> None:
+    def blow_up(y: Any, state: Any, position: Any) -> Any:
+        return torch.where((position >= 861)[..., None], -9.0 * y, y), state
+
+    result = run(change_layer(base(), 2, blow_up), tokenizer, held_out, "perplexity")
+    assert findings(result) == ["length"] and result["verdict"][0]["numbers"]["position"] == 861
+
+
+def test_a_state_that_forgets_nothing_drifts(tokenizer: Any, held_out: str) -> None:
+    model = base("gla-base")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mixer.gk_proj[1].bias += 30.0
+    result = run(model, tokenizer, held_out, "state", multiple=8)
+    (finding,) = result["verdict"]
+    assert finding["finding"] == "state" and finding["numbers"]["growth"] > 4
+    assert (finding["numbers"]["from"], finding["numbers"]["to"]) == (512, 4096)
+    assert findings(run(base("gla-base"), tokenizer, held_out, "state", multiple=8)) == ["healthy"]
+
+
+def test_first_tokens_that_rule_the_prediction(tokenizer: Any, held_out: str) -> None:
+    result = run(FirstTokens(), tokenizer, held_out, "remembrance", sequences=8)
+    (finding,) = result["verdict"]
+    assert finding["finding"] == "remembrance" and finding["numbers"]["t"] == 128
+    assert finding["numbers"]["low"] > 0.25 and "first 128 of 256 tokens" in finding["text"]
+
+
+@pytest.mark.parametrize(
+    ("slots", "keep", "text", "advice"),
+    [
+        (
+            256,
+            256,
+            "recall ends at 256: accuracy is 0.40 at 384 (10 keys) while the state is full",
+            "longrecall expand",
+        ),
+        (
+            512,
+            256,
+            "recall ends at 256: accuracy is 0.40 at 384 (10 keys) while the state is not full",
+            "longer contexts",
+        ),
+        (256, 1, "no recall: at 128 tokens, the shortest pass key prompt, accuracy is 0.00 (10 keys)", "dense recall"),
+    ],
+)
+def test_recall_that_ends(slots: int, keep: int, text: str, advice: str, tokenizer: Any, held_out: str) -> None:
+    result = run(Ring(slots, keep), tokenizer, held_out, "state,recall", sequences=2)
+    assert findings(result) == ["recall"]
+    assert result["verdict"][0]["text"].startswith(text) and advice in result["verdict"][0]["advice"]
+    if keep > 1:
+        share, position = fill(result, 256) or (0.0, 0)
+        assert (share > 0.75) == (slots == keep) and position == 256
+        assert f"{100 * share:.0f}% of the directions" in result["verdict"][0]["text"]
+
+
+def test_recall_without_the_state_asks_for_it(tokenizer: Any, held_out: str) -> None:
+    result = run(Ring(256, 256), tokenizer, held_out, "recall")
+    assert "not measured" in result["verdict"][0]["text"] and "--parts state,recall" in result["verdict"][0]["advice"]
+
+
+def test_recall_that_ends_within_the_training_length_is_a_matter_of_training(tokenizer: Any, held_out: str) -> None:
+    result = run(Ring(512, 256, context_length=512), tokenizer, held_out, "state,recall", sequences=1)
+    assert result["verdict"][0]["numbers"]["maximum"] == 256
+    assert "dense recall within" in result["verdict"][0]["advice"]
+
+
+@settings(max_examples=8, deadline=None)
+@given(place=st.integers(0, 127), kind=st.sampled_from(["activations", "state", "both"]), segment=st.integers(1, 64))
+def test_divergence_is_found_at_its_token_and_layer(place: int, kind: str, segment: int) -> None:
+    def spoil(y: Any, state: Any, position: Any) -> Any:
+        bad = position >= place
+        if kind == "activations":
+            return torch.where(bad[..., None], math.nan, y), state
+        broken = torch.where(bad.any(1)[:, None, None, None], math.inf, state["recurrent"])
+        return torch.where(bad[..., None], math.nan, y) if kind == "both" else y, state | {"recurrent": broken}
+
+    model = change_layer(tiny_model(MIXERS["retnet"], MIXERS["gla"], MIXERS["mamba2"]), 1, spoil)
+    result = run(model, byte_tokenizer(), "some text " * 60, "perplexity,state", segment_tokens=segment)
+    first = result["verdict"][0]
+    assert first["finding"] == "diverged"
+    # Where both are bad the state is named: it is what the output was made from.
+    made = "activations" if kind == "activations" else "state"
+    assert (first["numbers"]["position"], first["numbers"]["layer"], first["numbers"]["place"]) == (place, 1, made)
+    assert ("state passing" in first["advice"]) == (place >= 32)
+    # A state that breaks shows in the logits from the next segment on.
+    late = place + (segment if kind == "state" else 1)
+    assert all(entry["loss"] is None for entry in result["perplexity"] if entry["start"] > late)
+    # Chunks of the recurrences multiply NaN with zero, so the whole segment is lost, but no more.
+    assert all(entry["loss"] is not None for entry in result["perplexity"] if entry["end"] <= place - segment)
+
+
+@pytest.mark.parametrize(("parts", "position"), [("remembrance", 90), ("recall", 100)])
+def test_every_part_reports_divergence(parts: str, position: int, tokenizer: Any) -> None:
+    def spoil(y: Any, state: Any, at: Any) -> Any:
+        return torch.where((at >= position)[..., None], math.nan, y), state
+
+    model = change_layer(tiny_model(MIXERS["gla"]), 0, spoil)
+    result = run(model, tokenizer, "some text " * 60, parts)
+    assert findings(result)[0] == "diverged"
+    assert result["divergence"] == [
+        {"part": parts, "position": position, "layer": 0, "place": "activations"}
+        | {"sequences": result["divergence"][0]["sequences"]}
+    ]
+    if parts == "remembrance":
+        assert result["remembrance"]["points"][0]["value"] is None
+
+
+def test_verdicts_are_a_function_of_the_result_and_of_the_thresholds(tokenizer: Any, held_out: str) -> None:
+    result = run(base("gla-base"), tokenizer, held_out, "perplexity,state,remembrance", multiple=2)
+    assert verdict(result) == result["verdict"]
+    strict = Thresholds(length_rise=-9.0, remembrance=-1.0, growth=0.1)
+    assert [f["finding"] for f in verdict(result, strict)] == ["length", "remembrance", "state"]
+
+
+def test_one_window_has_no_intervals_and_still_a_verdict(tokenizer: Any, held_out: str) -> None:
+    result = run(base("gla-base"), tokenizer, held_out, "perplexity,remembrance", sequences=1, multiple=2)
+    assert result["perplexity"][0]["low"] is None and findings(result) == ["healthy"]
+
+
+def test_expand_is_advised_for_the_layers_that_fit(tokenizer: Any) -> None:
+    heads = [{"effective_rank": [3.9], "norm": [1.0]}]
+    names = ("mamba2", "gated_delta_net", "mamba2")
+    layers = [
+        {"layer": index, "mixer": name, "key_dim": 4, "value_dim": 8, "heads": heads}
+        for index, name in enumerate(names)
+    ]
+    points = [{"length": n, "value": v, "low": v, "high": v, "count": 9} for n, v in ((128, 1.0), (256, 0.1))]
+    result: dict[str, Any] = {
+        "checkpoint": {"path": "my model", "layers": 4},
+        "settings": {"training_length": 64, "multiple": 16, "parts": ["state", "recall"], "text": "a.txt"},
+        "state": {"positions": [1024], "layers": layers},
+        "recall": {"points": points, "maximum": {"0.5": 128}},
+    }
+    (finding,) = verdict(result)
+    assert finding["advice"].endswith("longrecall expand 'my model' bigger/ --method grow_state --layers 0,2")
+    check_advice(finding["advice"])
+    result["state"]["layers"] = [layers[1] | {"mixer": "lstm"}]
+    assert "no method of expand fits lstm" in verdict(result)[0]["advice"]
+    result["state"]["layers"] = [layers[0] | {"mixer": "gla (old)"}]
+    assert "finish the handover" in verdict(result)[0]["advice"]
+
+
+def test_a_model_of_attention_alone_has_no_state_to_look_at(tokenizer: Any) -> None:
+    model, text = tiny_model(MIXERS["attention_window"]), "some text " * 60
+    result = diagnose(model, tokenizer, text, multiple=4, sequences=2, progress=False, recall_samples=5)
+    assert result["settings"]["parts"] == ["perplexity", "remembrance", "recall"]
+    assert result["state"] == {"positions": [], "layers": []}
+    with pytest.raises(UserError, match="no recurrent layers"):
+        run(model, tokenizer, text, "state")
+
+
+def test_a_file_is_read_back_and_a_broken_one_refused(tokenizer: Any, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "diagnosis.json"
+    result = run(tiny_model(MIXERS["gla"]), tokenizer, "some text " * 60, "perplexity", out=out)
+    assert read_diagnosis(out) == result
+    for change, message in (
+        ({"schema": 9}, "schema 9"),
+        ({"kind": "evaluation"}, "kind \"evaluation\"|kind 'evaluation'"),
+        ({"recall": 3}, '"recall" is missing'),
+        ({"state": {}}, '"state" has no list'),
+    ):
+        out.write_text(json.dumps(result | change))
+        with pytest.raises(UserError, match=message):
+            read_diagnosis(out)

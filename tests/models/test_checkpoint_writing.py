@@ -1,0 +1,217 @@
+"""A checkpoint is written whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from longrecall.errors import UserError
+from longrecall.models import checkpoint as checkpoint_module
+from longrecall.models.checkpoint import CheckpointWriter, open_checkpoint, save
+from tests.models.checkpoints import (
+    GLA,
+    MAMBA2,
+    config_of,
+    filled,
+    left_behind,
+    model_of,
+    write,
+)
+
+
+def test_exception_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), CheckpointWriter(tmp_path / "out", max_shard_bytes=1) as writer:
+        writer.set_config(config_of())
+        for name, tensor in filled(config_of()):
+            writer.add(name, tensor)
+        raise KeyError("surgery went wrong")
+    assert left_behind(tmp_path) == []
+
+
+def test_kill_leaves_no_checkpoint(tmp_path: Path) -> None:
+    script = f"""
+        import os, signal, torch
+        from longrecall.models.checkpoint import CheckpointWriter
+        from longrecall.models.config import RecurrentConfig
+        layers = [{{"mixer": {GLA!r}, "mlp_size": 0}}]
+        config = RecurrentConfig(vocab_size=17, hidden_size=8, layers=layers)
+        with CheckpointWriter({str(tmp_path / "out")!r}, max_shard_bytes=1) as writer:
+            writer.set_config(config)
+            for name, shape in config.tensor_shapes().items():
+                writer.add(name, torch.zeros(shape))
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=environment(), timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    assert list(tmp_path.rglob("*.safetensors"))
+    assert list(tmp_path.rglob("config.json")) == []
+
+
+def environment() -> dict[str, str]:
+    source = str(Path(checkpoint_module.__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": source}
+
+
+def test_non_empty_folder_is_kept_without_force(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="--force"):
+        write(tmp_path / "out", config_of())
+    assert left_behind(tmp_path / "out") == ["thesis.txt"]
+    assert left_behind(tmp_path) == ["out"]
+
+
+def test_empty_folder_and_missing_parents_are_fine(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty", config_of())
+    write(tmp_path / "a" / "b" / "out", config_of())
+    assert open_checkpoint(tmp_path / "empty").sha256() == open_checkpoint(tmp_path / "a" / "b" / "out").sha256()
+
+
+def test_force_replaces_only_when_the_new_one_is_complete(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(out, config_of(GLA))
+    before = open_checkpoint(out).sha256()
+    with pytest.raises(UserError, match="never given"), CheckpointWriter(out, force=True) as writer:
+        writer.set_config(config_of(MAMBA2))
+    assert open_checkpoint(out).sha256() == before
+    write(out, config_of(MAMBA2), force=True)
+    assert open_checkpoint(out).config.layers[0]["mixer"]["type"] == "mamba2"
+    assert left_behind(tmp_path) == ["out"]
+
+
+def test_failed_replacement_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    write(out, config_of(GLA))
+    before, rename = open_checkpoint(out).sha256(), Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if ".partial-" in self.name:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(UserError, match="cannot be written"):
+        write(out, config_of(MAMBA2), force=True, max_shard_bytes=1 << 30)
+    assert open_checkpoint(out).sha256() == before
+    assert left_behind(tmp_path) == ["out"]
+
+
+def test_source_can_be_replaced_by_what_is_read_from_it(tmp_path: Path) -> None:
+    save(model_of(), tmp_path / "out")
+    source = open_checkpoint(tmp_path / "out")
+    with CheckpointWriter(tmp_path / "out", force=True) as writer:
+        writer.set_config(source.config)
+        for name in source.names():
+            writer.add(name, source.read(name) * 2)
+    assert torch.equal(open_checkpoint(tmp_path / "out").read("model.norm.weight"), torch.full((8,), 2.0))
+
+
+def test_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(UserError, match="is a file"):
+        write(tmp_path / "out", config_of(), force=True)
+    assert (tmp_path / "out").read_text() == "a file"
+
+
+def test_working_folder_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    with pytest.raises(UserError, match="--force does not replace"):
+        write(tmp_path, config_of(), force=True)
+
+
+def test_unwritable_output(tmp_path: Path) -> None:
+    # A parent that is a file cannot be written into, whoever runs the tests.
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"out cannot be written"):
+        write(tmp_path / "file" / "out", config_of())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_full_disk_while_saving(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoint_module, "save_file", full)
+    with pytest.raises(UserError, match="cannot be written: No space left on device"):
+        save(model_of(), tmp_path / "out")
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs resource limits")
+def test_system_that_refuses_to_write_more(tmp_path: Path) -> None:
+    # A limit on the file size makes the real write fail midway, as a full disk does.
+    script = f"""
+        import resource, signal, torch
+        from longrecall.errors import UserError
+        from longrecall.models.checkpoint import CheckpointWriter
+        from longrecall.models.config import RecurrentConfig
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        layers = [{{"mixer": {GLA!r}, "mlp_size": 0}}]
+        config = RecurrentConfig(vocab_size=5000, hidden_size=8, layers=layers)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        try:
+            with CheckpointWriter({str(tmp_path / "out")!r}) as writer:
+                writer.set_config(config)
+                for name, shape in config.tensor_shapes().items():
+                    writer.add(name, torch.zeros(shape))
+        except UserError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert "out cannot be written: File too large" in done.stdout, done.stderr
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("model.norms.weight", torch.ones(8), r'no place.*Did you mean "model\.norm\.weight"'),
+        ("model.norm.weight", torch.ones(9), r'"model\.norm\.weight" has shape \[9\].*\[8\]'),
+        ("model.embeddings.weight", torch.ones(17, 8), "given twice"),
+    ],
+)
+def test_writer_refuses_what_the_config_has_no_place_for(
+    name: str, tensor: torch.Tensor, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message), CheckpointWriter(tmp_path / "out") as writer:
+        writer.set_config(config_of())
+        writer.add("model.embeddings.weight", torch.ones(17, 8))
+        writer.add(name, tensor)
+    assert left_behind(tmp_path) == []
+
+
+def test_writer_names_a_tensor_that_never_came(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match=r'never given: "lm_head\.weight"'),
+        CheckpointWriter(tmp_path / "out") as writer,
+    ):
+        writer.set_config(config_of())
+        for name, tensor in filled(config_of()):
+            if name != "lm_head.weight":
+                writer.add(name, tensor)
+    assert left_behind(tmp_path) == []
+
+
+def test_shard_size_must_be_positive(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="max_shard_bytes"):
+        CheckpointWriter(tmp_path / "out", max_shard_bytes=0)

@@ -1,0 +1,227 @@
+"""What every intervention promises with every mixer: exact resume, checkpointing, packed documents, values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.models.state import RecurrentState
+from longrecall.training.initial_states import InitialState
+from longrecall.training.initial_states.base import takes_part
+from longrecall.training.recipe_states import INITIAL_STATES
+from longrecall.training.segments import Segments, read_batch
+from tests.conftest import MIXERS, RECURRENT
+from tests.training.interventions import OPTIONS, intervene
+
+ModelMaker = Callable[..., RecurrentLM]
+ROWS, LENGTH = 3, 13
+TEXT = torch.tensor([True, True, False])
+STARTS = ((0, 5), (7,), (0,))
+"""Row 0: two documents; row 1: the end of one, then another; row 2: one that is whole."""
+
+KINDS = pytest.mark.parametrize("kind", OPTIONS)
+FAMILIES = ("gla_merged", "retnet", "delta_net", "gated_delta_net", "mamba2_groups", "handover")
+EVERY_MIXER = pytest.mark.parametrize("mixer", [*FAMILIES, "with_attention"])
+
+
+def test_every_kind_and_family_is_here() -> None:
+    assert set(OPTIONS) == set(INITIAL_STATES)
+    assert {MIXERS[name]["type"] for name in FAMILIES} == {mixer["type"] for mixer in RECURRENT.values()}
+
+
+def model_of(make_model: ModelMaker, mixer: str) -> RecurrentLM:
+    """One layer of this kind; with_attention: a recurrence between full and windowed attention."""
+    between = ("attention", "gla_conv", "attention_window")
+    return make_model(*(MIXERS[name] for name in (between if mixer == "with_attention" else (mixer,))))
+
+
+@dataclass
+class Training:
+    """Plain steps of gradient descent over made-up batches; batch `n` depends on `n` alone."""
+
+    model: RecurrentLM
+    initial: InitialState
+    apart: bool = False
+    done: int = 0
+    losses: list[Tensor] = field(default_factory=list)
+
+    def run(self, batches: int) -> Training:
+        for _ in range(batches):
+            generator = torch.Generator().manual_seed(self.done)
+            tokens = torch.randint(0, 256, (ROWS, LENGTH), generator=generator)
+            segments = Segments.of(STARTS, LENGTH) if self.apart or self.initial.continues else None
+            loss = read_batch(self.model, tokens, tokens, TEXT, self.initial, segments)
+            self.model.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.05 * parameter.grad
+            self.losses.append(loss.detach())
+            self.done += 1
+        return self
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("mixer", "apart"), [*((name, False) for name in FAMILIES), ("with_attention", False), ("with_attention", True)]
+)
+def test_interrupted_and_resumed_is_uninterrupted(make_model: ModelMaker, kind: str, mixer: str, apart: bool) -> None:
+    """Bit for bit, through the bytes of a safetensors file."""
+    model = model_of(make_model, mixer)
+    whole = Training(model, intervene(kind, model), apart).run(5)
+    first_model = model_of(make_model, mixer)
+    first = Training(first_model, intervene(kind, first_model), apart).run(2)
+    weights = save({name: tensor.clone() for name, tensor in first_model.state_dict().items()})
+    carried = save(first.initial.state_dict())
+    second_model = make_model(*(layer["mixer"] for layer in model.config.layers), seed=9)
+    second = Training(second_model, intervene(kind, second_model), apart, done=2)
+    second_model.load_state_dict(load(weights))
+    second.initial.load_state_dict(load(carried))
+    second.run(3)
+    assert torch.equal(torch.stack([*first.losses, *second.losses]), torch.stack(whole.losses))
+    final = whole.model.state_dict()
+    assert all(torch.equal(tensor, final[name]) for name, tensor in second_model.state_dict().items())
+
+
+@KINDS
+@EVERY_MIXER
+def test_gradient_checkpointing_changes_nothing(make_model: ModelMaker, kind: str, mixer: str) -> None:
+    plain_model, saving_model = model_of(make_model, mixer).train(), model_of(make_model, mixer).train()
+    saving_model.gradient_checkpointing_enable()
+    plain = Training(plain_model, intervene(kind, plain_model)).run(3)
+    saving = Training(saving_model, intervene(kind, saving_model)).run(3)
+    # The same operations run twice; only the order of additions into a gradient may differ. Losses are about 5.5.
+    torch.testing.assert_close(torch.stack(saving.losses), torch.stack(plain.losses), rtol=1e-6, atol=0)
+    expected = dict(plain_model.named_parameters())
+    for name, parameter in saving_model.named_parameters():
+        assert (parameter.grad is None) == (expected[name].grad is None), name
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-6, msg=name)
+
+
+class Spy:
+    """Remembers what went through an intervention."""
+
+    def __init__(self, initial: InitialState) -> None:
+        self._initial = initial
+        self.by_row, self.continues = initial.by_row, initial.continues
+
+    def before_batch(self, text: Tensor) -> RecurrentState | None:
+        self.text, self.before = text, self._initial.before_batch(text)
+        return self.before
+
+    def after_batch(self, final: RecurrentState) -> None:
+        self.final = final
+        self._initial.after_batch(final)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._initial.state_dict()
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        self._initial.load_state_dict(tensors)
+
+
+def row_of(state: RecurrentState | None, row: int) -> RecurrentState | None:
+    return None if state is None else state.select_rows(torch.tensor([row]))
+
+
+def started(spy: Spy, piece: int, row: int, begin: int, opens: bool) -> RecurrentState | None:
+    """The state that a piece must start from, written down a second time."""
+    if not spy.by_row:
+        return row_of(spy.before, piece)
+    return row_of(spy.before, row) if begin == 0 and not (opens and spy.continues) else None
+
+
+@KINDS
+@EVERY_MIXER
+def test_documents_kept_apart_are_read_alone(make_model: ModelMaker, kind: str, mixer: str) -> None:
+    """Loss and final states of a packed batch are those of its pieces, each read alone from where it is to start."""
+    model = model_of(make_model, mixer).double()
+    spy = Spy(intervene(kind, model))
+    pieces = [(0, 0, 5, True), (0, 5, 13, True), (1, 0, 7, False), (1, 7, 13, True), (2, 0, 13, True)]
+    tokens = torch.randint(0, 256, (3, ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    for batch in tokens:
+        loss = read_batch(model, batch, batch, TEXT, spy, Segments.of(STARTS, LENGTH))
+        total, finals = torch.zeros((), dtype=torch.float64), []
+        for piece, (row, begin, end, opens) in enumerate(pieces):
+            out = model(batch[row : row + 1, begin:end], past_key_values=started(spy, piece, row, begin, opens))
+            finals.append(out.past_key_values)
+            # The last position of a piece predicts the first token of the next one in its row.
+            targets = batch[row, begin + 1 : end + 1]
+            total += torch.nn.functional.cross_entropy(out.logits[0, : len(targets)], targets, reduction="sum")
+        # float64: sums in another order.
+        assert loss.item() == pytest.approx(total.item() / (ROWS * (LENGTH - 1)), rel=1e-12)
+        wanted = finals if not spy.by_row else [finals[1], finals[3], finals[4]]
+        assert spy.text.tolist() == ([True] * 4 + [False] if not spy.by_row else TEXT.tolist())
+        for layer, found in enumerate(spy.final.layers):
+            for name, tensor in found.items():
+                if takes_part(name, convolution=True):
+                    alone = torch.cat([state.layers[layer][name] for state in wanted])
+                    torch.testing.assert_close(tensor, alone, rtol=1e-11, atol=1e-12)
+
+
+@KINDS
+def test_what_goes_out_stays_as_it_was(make_model: ModelMaker, kind: str) -> None:
+    """State is a value: later batches change neither a state that was given out nor one that was shown."""
+    model = make_model()
+    spy = Spy(intervene(kind, model))
+    seen: list[tuple[Any, Any]] = []
+    for number in range(4):
+        tokens = torch.randint(0, 256, (ROWS, LENGTH), generator=torch.Generator().manual_seed(number))
+        read_batch(model, tokens, tokens, TEXT, spy)
+        seen += [(state, state.map(torch.clone)) for state in (spy.before, spy.final) if state is not None]
+    for state, copy in seen:
+        for layer, kept in zip(state.layers, copy.layers, strict=True):
+            assert all(torch.equal(tensor, kept[name]) for name, tensor in layer.items())
+
+
+@pytest.mark.parametrize("kind", ["noise", "fitted_noise", "state_passing", "learned"])
+def test_rows_are_chosen_alike(make_model: ModelMaker, kind: str) -> None:
+    """`probability` and `text_only` mean the same everywhere: which rows of a batch have a state."""
+    options = {key: value for key, value in OPTIONS[kind].items() if key in ("std", "freeze")}
+    model = make_model()
+    initial = intervene(kind, model, seed=5, **options, probability=0.5, text_only=True)
+    text = torch.arange(60) % 3 > 0
+    if kind == "learned":
+        initial.load_state_dict({name: torch.ones_like(t) for name, t in initial.state_dict().items()})
+    initial.after_batch(model(torch.randint(0, 256, (60, 4))).past_key_values)
+    if kind == "learned":
+        initial.load_state_dict(initial.state_dict() | {"batches": torch.tensor(0)})
+    state = initial.before_batch(text)
+    assert state is not None
+    alive = [
+        tensor.flatten(1).any(1) for layer in state.layers for name, tensor in layer.items() if "recurrent" in name
+    ]
+    assert all(torch.equal(rows, alive[0]) for rows in alive)
+    assert not bool((alive[0] & ~text).any())
+    # 40 fair draws: mean 20, standard deviation 3.2; the bounds are more than four of them.
+    assert 6 < int(alive[0].sum()) < 34
+    reference = intervene("noise", model, seed=5, std=1.0, probability=0.5, text_only=True).before_batch(text)
+    assert reference is not None
+    assert torch.equal(reference.layers[0]["recurrent"].flatten(1).any(1), alive[0])
+
+
+@pytest.mark.parametrize("kind", ["noise", "fitted_noise", "state_passing", "truncated_bptt", "learned"])
+@pytest.mark.parametrize("convolution", [True, False])
+def test_convolution_states_take_part_when_asked(make_model: ModelMaker, kind: str, convolution: bool) -> None:
+    options = {key: value for key, value in OPTIONS[kind].items() if key in ("std", "freeze")}
+    model = make_model()
+    initial = intervene(kind, model, **options, convolution=convolution)
+    text = torch.ones(2, dtype=torch.bool)
+    initial.before_batch(text)
+    initial.after_batch(model(torch.randint(0, 256, (2, 9))).past_key_values)
+    initial.load_state_dict(
+        {n: torch.ones_like(t) if kind == "learned" else t for n, t in initial.state_dict().items()}
+    )
+    state = initial.before_batch(text)
+    assert state is not None
+    for layer in state.layers:
+        for name, tensor in layer.items():
+            assert bool(tensor.any()) is (name == "recurrent" or convolution)
