@@ -48,8 +48,8 @@ from longrecall.training.recipe_states import (
 
 LENGTH = 512
 BATCH = 32
-BOOKS, PHONEBOOKS, KEYS, COPIES, STORIES = 12, 8, 3, 5, 4
-"""Rows of a batch."""
+ROWS = (10, 14, 4, 2, 2)
+"""Rows of a batch: books, phone books, pass keys, strings to copy, stories."""
 COPY_LENGTHS = (8, 20, 40, 64, 96, 128)
 STORY_LENGTHS = (512, 1024, 2048, 4096, 8192)
 KEY_LENGTHS = (512, 1024, 2048, 4096)
@@ -69,6 +69,8 @@ def gla(key_dim: int, divisor: float) -> dict:
 
 
 VARIANTS = {
+    "mamba2_n4": mamba2(4, 1),
+    "mamba2_n16": mamba2(16, 1),
     "mamba2_n16_g5": mamba2(16, 5),
     "mamba2_n64": mamba2(64, 1),
     "gla_k16": gla(16, 16.0),
@@ -79,9 +81,11 @@ VARIANTS = {
 class Tasks(IterableDataset):
     """The rows that are no books: phone books and pass keys (`Recall`), copying, stories; by (seed, step) alone."""
 
-    def __init__(self, seed: int, steps: int, ramp: float) -> None:
+    def __init__(self, seed: int, steps: int, rows: tuple[int, ...], ramp: float, early: int) -> None:
+        books, phonebooks, keys, self.copies, self.stories = rows
         self.seed, self.steps = seed, steps
-        self.recall = Recall(seed, steps, LENGTH, PHONEBOOKS, KEYS, ramp=ramp)
+        easy = phonebooks + books // 2
+        self.recall = Recall(seed, steps, LENGTH, phonebooks, keys, ramp=ramp, early=early, early_phonebooks=easy)
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         worker = get_worker_info()
@@ -94,8 +98,8 @@ class Tasks(IterableDataset):
         g = np.random.Generator(np.random.PCG64([17, self.seed, step]))
         parts = [
             self.recall.batch(step),
-            opened(*copying_byte_batch(g, COPIES, LENGTH - 1)),
-            opened(*babilong_byte_batch(g, STORIES, LENGTH - 1, questions=3)),
+            opened(*copying_byte_batch(g, self.copies, LENGTH - 1)),
+            opened(*babilong_byte_batch(g, self.stories, LENGTH - 1, questions=3)),
         ]
         return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
@@ -103,21 +107,21 @@ class Tasks(IterableDataset):
 class Text:
     """Rows of books: excerpts from anywhere, or rows that go on where they stopped, each inside one document."""
 
-    def __init__(self, books: Books, seed: int, steps: int, continued: bool) -> None:
-        self.books, self.steps, self.continued = books, steps, continued
+    def __init__(self, books: Books, rows: int, seed: int, steps: int, continued: bool) -> None:
+        self.books, self.continued = books, continued
         self.generator = torch.Generator(device=books.data.device).manual_seed(seed)
         if continued:
             need = steps * LENGTH + 1
             ends = [*(books.data == FORM_FEED).nonzero()[:, 0].tolist(), len(books.data)]
             spans = [(a + 1, b) for a, b in zip([-1, *ends[:-1]], ends, strict=True) if b - a > need]
             draw = np.random.Generator(np.random.PCG64([19, seed]))
-            chosen = [spans[i] for i in draw.integers(len(spans), size=BOOKS)]
+            chosen = [spans[i] for i in draw.integers(len(spans), size=rows)]
             self.starts = torch.tensor([int(draw.integers(a, b - need)) for a, b in chosen], device=books.data.device)
 
-    def rows(self, step: int) -> Tensor:
-        """int64 ``[books, 512]``."""
+    def take(self, step: int, rows: int) -> Tensor:
+        """int64 ``[rows, 512]``."""
         if not self.continued:
-            return self.books.crops(self.generator, BOOKS, LENGTH)
+            return self.books.crops(self.generator, rows, LENGTH)
         at = self.starts[:, None] + step * LENGTH + torch.arange(LENGTH, device=self.starts.device)
         return self.books.data[at].long()
 
@@ -225,7 +229,7 @@ class Experiment:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "settings": {key: value for key, value in vars(args).items() if key not in skipped}
-            | {"context_length": LENGTH, "rows": [BOOKS, PHONEBOOKS, KEYS, COPIES, STORIES]},
+            | {"context_length": LENGTH},
             "variants": {},
             "base": {},
             "results": [],
@@ -237,55 +241,64 @@ class Experiment:
     def save(self) -> None:
         (self.args.out / "length_generalization.json").write_text(json.dumps(self.record, indent=1))
 
-    def build(self, name: str) -> RecurrentLM:
-        torch.manual_seed(0)
+    def build(self, variant: str) -> RecurrentLM:
+        """A fresh model of ``name:seed``."""
+        name, _, seed = variant.partition(":")
+        torch.manual_seed(int(seed))
         config = RecurrentConfig(
             context_length=LENGTH, bos_token_id=256, eos_token_id=256, pad_token_id=257, **VARIANTS[name]
         )
-        model = RecurrentLM(config)
-        weights = self.args.weights / f"{name}.safetensors" if self.args.weights else None
-        if weights is not None and weights.exists():
-            model.load_state_dict(load_file(weights), strict=False)
-            model.tie_weights()
-        return model.to(self.device)
+        return RecurrentLM(config).to(self.device)
+
+    def weights(self, variant: str) -> dict[str, Tensor]:
+        """The pretrained weights of ``name:seed``: those of an earlier run, or those of this one."""
+        stem = variant.replace(":", "-") + ".safetensors"
+        earlier = self.args.weights / stem if self.args.weights else self.args.out / stem
+        return load_file(earlier if earlier.exists() else self.args.out / stem)
 
     def run(
-        self, plans: list[tuple[RecurrentLM, Plan]], steps: int, seed: int, ramp: float, continued: bool
+        self, plans: list[tuple[RecurrentLM, Plan]], steps: int, seed: int, ramp: float, early: int, continued: bool
     ) -> list[Run]:
         """Train models side by side on the same batches."""
+        rows = self.args.rows
         ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device=self.device)
-        labels, text = ids.clone(), torch.arange(BATCH) < BOOKS
+        labels, text = ids.clone(), torch.arange(BATCH) < rows[0]
         runs = [Run(model, plan, steps, ids, labels, text) for model, plan in plans]
-        loader = recall_loader(Tasks(seed, steps, ramp), self.args.workers)
-        books = Text(self.corpus, seed, steps, continued)
+        loader = recall_loader(Tasks(seed, steps, rows, ramp, early), self.args.workers)
+        books = Text(self.corpus, rows[0], seed, steps, continued)
 
         def next_batch(step: int) -> tuple[Tensor, Tensor]:
-            rows = books.rows(step)
             made = [torch.as_tensor(x).to(self.device, non_blocking=True) for x in next(loader)]
-            return torch.cat([rows, made[0]]), torch.cat([rows, made[1]])
+            excerpts = books.take(step, BATCH - len(made[0]))
+            return torch.cat([excerpts, made[0]]), torch.cat([excerpts, made[1]])
 
         train(runs, steps, next_batch, ids, labels)
         return runs
 
     def pretrain(self) -> dict[str, str]:
-        """Pretrain every variant; return the illest of each family."""
+        """Pretrain every variant that no earlier run left; return the illest of each family."""
         args = self.args
-        plan = {"warmup": 200, "hold": 0.6, "compiled": args.compiled}
-        names = list(VARIANTS)
-        models = {name: self.build(name) for name in names}
-        if args.weights is None:
-            plans = [(models[name], Plan(name, args.learning_rate, **plan)) for name in names]
-            self.run(plans, args.steps, 0, 0.4, False)
+        models = {variant: self.build(variant) for variant in args.variants}
+        fresh = []
+        for variant, model in models.items():
+            if args.weights and (args.weights / f"{variant.replace(':', '-')}.safetensors").exists():
+                model.load_state_dict(self.weights(variant), strict=False)
+            else:
+                fresh.append(variant)
+        if fresh:
+            plan = {"warmup": 200, "hold": args.hold, "compiled": args.compiled}
+            plans = [(models[v], Plan(v, args.learning_rate, **plan)) for v in fresh]
+            self.run(plans, args.steps, 0, 0.4, args.early, False)
         worst: dict[str, str] = {}
-        for name, model in models.items():
-            row = measure(model, self.questions, args.keys)
-            self.record["variants"][name] = row
-            self.say(f"{name} ({model.state_size()}) rise {rise(row):.3f} {brief(row)}")
+        for variant, model in models.items():
+            row = {"pretrained_here": variant in fresh, **measure(model, self.questions, args.keys)}
+            self.record["variants"][variant] = row
+            self.say(f"{variant} ({model.state_size()}) rise {rise(row):.3f} {brief(row)}")
             weights = {n: t.cpu().contiguous() for n, t in model.state_dict().items() if n != "lm_head.weight"}
-            save_file(weights, args.out / f"{name}.safetensors")
-            family = name.split("_")[0]
+            save_file(weights, args.out / f"{variant.replace(':', '-')}.safetensors")
+            family = variant.split("_")[0]
             if family not in worst or rise(row) > rise(self.record["variants"][worst[family]]):
-                worst[family] = name
+                worst[family] = variant
         self.save()
         return worst
 
@@ -307,7 +320,7 @@ class Experiment:
         """Every intervention on one base, seed by seed."""
         args, base = self.args, self.record["variants"][name]
         steps = args.post_steps or max(1, args.steps // 50)
-        start = {n: t.clone() for n, t in load_file(args.out / f"{name}.safetensors").items()}
+        start = self.weights(name)
         for seed in range(args.seeds):
             for continued in (False, True):
                 plans = []
@@ -325,7 +338,7 @@ class Experiment:
                         compiled=args.compiled,
                     )
                     plans.append((model, plan))
-                runs = self.run(plans, steps, 1000 + seed, 0.0, continued)
+                runs = self.run(plans, steps, 1000 + seed, 0.0, 0, continued)
                 for run in runs:
                     run.graph = None
                     row = {
@@ -347,8 +360,12 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--validation", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--weights", type=Path, help="folder of an earlier run: skip the pretraining")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--weights", type=Path, help="folder of earlier weights: what is there is not pretrained")
+    parser.add_argument("--variants", nargs="+", default=["mamba2_n4:6", "mamba2_n16:0", "gla_k16:0"])
+    parser.add_argument("--rows", type=int, nargs=5, default=ROWS, help="books, phone books, keys, copies, stories")
+    parser.add_argument("--early", type=int, default=800, help="steps of easy recall at the start")
+    parser.add_argument("--hold", type=float, default=0.0)
+    parser.add_argument("--steps", type=int, default=16000)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--post-steps", type=int, help="of post-training; default: 2 percent of --steps")
     parser.add_argument("--post-rate", type=float, default=1e-3)

@@ -1,6 +1,6 @@
 """Turn weights that pretrain.py left into the checkpoints that ship in the package (bfloat16, byte tokenizer).
 
-Usage: python experiments/package_bases.py mamba2=FOLDER/mamba2_n4_g5-4 gla=FOLDER/gla-0
+Usage: python experiments/package_bases.py mamba2=FOLDER/mamba2_n4_g5-4 gla=FOLDER/gla-1
 """
 
 from __future__ import annotations

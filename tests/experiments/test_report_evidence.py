@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -80,11 +81,79 @@ def test_numbers_drop_the_leading_zero(script: ModuleType, value: float, text: s
     assert script.number(value) == text
 
 
+def test_a_difference_pairs_the_seeds(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(script.COLUMNS, "tiny", (("phonebook", "0"), ("bits_per_byte", "512–1k")))
+
+    def model(arm: str, seed: int, right: int, bits: float) -> dict[str, Any]:
+        found = row([right], 1000) | {"bits_per_byte": [[9.0, 0.1], [bits, 0.1]]}
+        return found | {"arm": arm, "seed": seed, "state_passing": False}
+
+    # The seeds lie far apart and come in any order; seed by seed the arm is .05 above, give or take .01.
+    results = [model("reinit", s, r, 2.0 + s) for s, r in ((2, 360), (0, 150), (1, 240))]
+    results += [model("plain", s, r, 1.5 + s) for s, r in ((1, 200), (2, 300), (0, 100))]
+    study = {"settings": {"edges": [0, 512, 1024]}, "results": results}
+    rows, others = (script.rows_of(study, arm, False) for arm in ("reinit", "plain"))
+    # Half width 4.30265 * .01 / sqrt(3) = .025; the bits differ by .5 in every seed.
+    assert script.differences("tiny", study, rows, others) == ["**+.050 ± .025**", "**+.500 ± .000**"]
+
+
+def test_rates_say_how_they_were_chosen(script: ModuleType) -> None:
+    rates = script.tables()["rates of mamba2"].splitlines()[2:]
+    assert [line.split(" | ")[1] for line in rates] == ["off"] * 6 + ["on"] * 6
+    # One choice a line, and it is the one that the study went on with.
+    study = script.read(script.STUDIES["mamba2"])
+    tried = sorted({r["rate"] for r in study["selection"]})
+    for line in rates:
+        arm, passing, *scores = line.strip("| ").split(" | ")
+        chosen = [rate for rate, score in zip(tried, scores, strict=True) if score.startswith("**")]
+        assert chosen == list({r["rate"] for r in script.rows_of(study, arm, passing == "on")})
+
+
+def test_state_sizes_are_those_of_the_candidates(script: ModuleType) -> None:
+    import pretrain
+
+    from longrecall.models.config import RecurrentConfig
+    from longrecall.models.recurrent_lm import RecurrentLM
+
+    for name, (groups, state) in script.SIZES.items():
+        config = RecurrentConfig(vocab_size=8, **pretrain.CANDIDATES[name])
+        assert config.layers[0]["mixer"].get("groups", 1) == groups
+        assert RecurrentLM(config).state_size() == state
+
+
+def test_the_shipped_base_is_the_trial_that_is_named(script: ModuleType) -> None:
+    from longrecall.models.loading import load
+
+    base = load(ROOT / "src" / "longrecall" / "assets" / "mamba2-base")
+    assert base.state_size() == script.SIZES[script.SHIPPED.split(":")[0]][1]
+    assert f"**{script.SHIPPED}** | {base.state_size():,} |" in script.tables()["states"]
+    assert base.state_size() == script.read(script.STUDIES["mamba2"])["state_size"]["before"]
+
+
+def test_the_card_of_the_base_says_what_was_measured(script: ModuleType) -> None:
+    card = (ROOT / "src" / "longrecall" / "assets" / "mamba2-base" / "README.md").read_text(encoding="utf-8")
+    base = script.rows_of(script.read(script.STUDIES["mamba2"]), "base", None)[0]
+    for task, head in (
+        ("phonebook", "names of two letters, numbers of two digits"),
+        ("one_letter", "one letter, one digit"),
+        ("passkey", "pass keys found"),
+    ):
+        (line,) = [line for line in card.splitlines() if line.startswith(f"| {head} |")]
+        cells = [cell.strip() for cell in line.strip("|").split("|")[1:]]
+        assert [c for c in cells if c] == [script.number(right / asked) for right, asked, *_ in base[task].values()]
+    assert " | ".join(f"{bits:.3f}" for bits, _ in base["bits_per_byte"]) in card
+
+
 def test_figures_name_every_arm(script: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     import evidence_figures
 
     evidence_figures.draw(tmp_path)
-    recall = (tmp_path / "recall.svg").read_text(encoding="utf-8")
-    assert all(arm in recall for arm in ("before", "not enlarged", *script.ARMS[1:]))
-    assert "passing off" in (tmp_path / "bits_per_byte.svg").read_text(encoding="utf-8")
+    drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    # Every one of them stands on the page, and the page shows no other.
+    page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    assert sorted(drawn) == sorted(re.findall(r"\(figures/(.*?)\)", page))
+    for text in drawn.values():
+        assert all(f">{name}<" in text for name in ("before", "not enlarged", *script.ARMS[1:]))
+    assert "state passing off" in drawn["bits_per_byte.svg"]
+    assert "state passing on" in drawn["passkey.svg"]
