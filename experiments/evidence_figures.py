@@ -6,11 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from report_evidence import STUDIES, Study, bits, read, rows_of, share, spans
-
-matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from plotting import STYLE, finish, panels
+from report_evidence import STUDIES, Study, bits, read, rows_of, share, spans
 
 LOOKS: dict[str, tuple[str, str, str]] = {
     "base": ("0.55", "", ":"),
@@ -24,16 +22,6 @@ LOOKS: dict[str, tuple[str, str, str]] = {
 """Colour, marker and line of each arm: the marker alone tells them apart."""
 NAMES = {"base": "before", "plain": "not enlarged"}
 """What a legend says instead of the arm's name."""
-STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "longrecall",
-    "font.size": 9,
-    "font.family": "sans-serif",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "lines.markersize": 5,
-    "lines.linewidth": 1.3,
-}
 
 
 def draw_shares(axis: Any, study: Study, task: str, cells: list[str], passing: bool) -> None:
@@ -91,26 +79,9 @@ def bits_figure(path: Path) -> None:
     finish(figure, axes[0], path)
 
 
-def panels() -> tuple[Any, Any]:
-    """A figure of two panels with one scale."""
-    figure, axes = plt.subplots(1, 2, figsize=(7.6, 3.3), sharey=True)
-    for axis in axes:
-        axis.grid(axis="y", color="0.9", linewidth=0.6)
-    return figure, axes
-
-
 def passing_title(passing: bool) -> str:
     """Title of a panel."""
     return f"state passing {'on, probability .25' if passing else 'off'}"
-
-
-def finish(figure: Any, axis: Any, path: Path) -> None:
-    """One legend below both panels; an SVG without a date, so that a rerun changes nothing."""
-    handles, labels = axis.get_legend_handles_labels()
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
-    figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False, fontsize=8, columnspacing=1.2)
-    figure.savefig(path, metadata={"Date": None}, facecolor="white")
-    plt.close(figure)
 
 
 def draw(folder: Path) -> None:

@@ -11,21 +11,16 @@ where both read the same batches and answered the same questions, and has the t 
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import math
-import re
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pages
+from pages import number, read, signed_with_error, t_interval, table
+
 from longrecall.evaluation.statistics import wilson_interval
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
-DOCS = HERE.parent / "docs"
 ARMS = ("plain", "reinit", "inherit", "preserve", "perturb", "handover")
 STUDIES = {"mamba2": "post_training_mamba2.json", "gla": "post_training_gla.json"}
 SHIPPED = "mamba2_n4_g5:4"
@@ -63,17 +58,8 @@ COLUMNS = {
     ),
 }
 """The cells that the tables of differences show: (task, cell)."""
-T_TWO_DEGREES = 4.302652729911275
-"""97.5% quantile of Student's t with 2 degrees of freedom: three seeds."""
-MARKED = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
 Study = dict[str, Any]
 Row = dict[str, Any]
-
-
-def read(name: str) -> Any:
-    """One recorded file."""
-    return json.loads((RESULTS / name).read_text())
 
 
 def rows_of(study: Study, arm: str, passing: bool | None) -> list[Row]:
@@ -85,13 +71,6 @@ def rows_of(study: Study, arm: str, passing: bool | None) -> list[Row]:
 def variants(study: Study) -> list[tuple[str, bool | None]]:
     """The lines of a table: the base as it was, then every arm without and with state passing."""
     return [("base", None)] + [(arm, passing) for arm in ARMS for passing in (False, True)]
-
-
-def t_interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half width of its 95% t interval over three seeds."""
-    if len(values) != 3:
-        raise ValueError(f"three seeds expected, not {len(values)}")
-    return statistics.mean(values), T_TWO_DEGREES * statistics.stdev(values) / math.sqrt(3)
 
 
 def answers(row: Row, task: str, cell: str) -> tuple[int, int, float]:
@@ -115,17 +94,6 @@ def share(rows: list[Row], task: str, cell: str) -> tuple[float, float, float, i
     return value, max(0.0, low), min(1.0, high), int(asked)
 
 
-def number(value: float, signed: bool = False) -> str:
-    """Three decimals without the zero before the point."""
-    return f"{value:+.3f}".replace("0.", ".", 1) if signed else f"{value:.3f}".removeprefix("0")
-
-
-def table(head: list[str], lines: Iterable[list[str]]) -> str:
-    """A Markdown table; the first two columns are text."""
-    rule = ["---"] * 2 + ["---:"] * (len(head) - 2)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rule, *lines]) + "\n"
-
-
 def label(passing: bool | None) -> str:
     """How a table says whether state passing was on."""
     return "" if passing is None else "on" if passing else "off"
@@ -142,12 +110,6 @@ def shares_table(study: Study, task: str, unit: str) -> str:
     return table(["arm", "passing", *(f"{c} {unit}" for c in cells)], lines) + (
         f"\nAnswers in every cell: {base} for the base, {arms} for an arm (three models).\n"
     )
-
-
-def signed_with_error(mean: float, half: float) -> str:
-    """`mean` ± `half`, bold where the interval leaves out zero."""
-    text = f"{number(mean, signed=True)} ± {number(half)}"
-    return f"**{text}**" if abs(mean) > half else text
 
 
 def value(study: Study, row: Row, task: str, cell: str) -> float:
@@ -305,25 +267,16 @@ def tables() -> dict[str, str]:
 
 
 def renewed(page: str) -> str:
-    """The page with what stands between its markers made anew; a marker that names no table is an error."""
-    made = tables()
-    return MARKED.sub(lambda m: f"{m[1]}\n{made[m[2]]}\n{m[3]}", page)
+    """The page with its tables made anew."""
+    return pages.renewed(page, tables())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing, fail when a table is out of date")
-    args = parser.parse_args()
-    path = DOCS / "evidence.md"
-    page = path.read_text(encoding="utf-8")
-    fresh = renewed(page)
-    if args.check:
-        raise SystemExit(int(fresh != page))
-    path.write_text(fresh, encoding="utf-8")
+def draw(folder: Path) -> None:
+    """Draw the figures."""
     from evidence_figures import draw
 
-    draw(DOCS / "figures")
+    draw(folder)
 
 
 if __name__ == "__main__":
-    main()
+    pages.write_page(__doc__, "evidence.md", tables, draw)

@@ -33,7 +33,7 @@ def test_committed_tables_are_what_the_script_makes(script: ModuleType) -> None:
 
 def test_every_table_stands_on_the_page_once(script: ModuleType) -> None:
     page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
-    assert sorted(match[2] for match in script.MARKED.finditer(page)) == sorted(script.tables())
+    assert sorted(match[2] for match in script.pages.MARKED.finditer(page)) == sorted(script.tables())
 
 
 def test_a_stale_number_is_replaced(script: ModuleType) -> None:

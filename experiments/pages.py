@@ -1,0 +1,69 @@
+"""What the pages of evidence share: recorded files, 95% intervals over three seeds, tables and their markers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+DOCS = HERE.parent / "docs"
+T_TWO_DEGREES = 4.302652729911275
+"""97.5% quantile of Student's t with 2 degrees of freedom: three seeds."""
+MARKED = re.compile(r"(<!-- table: ([\w :]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def read(name: str) -> Any:
+    """One recorded file."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def t_interval(values: list[float]) -> tuple[float, float]:
+    """Mean and half width of its 95% t interval over three seeds."""
+    if len(values) != 3:
+        raise ValueError(f"three seeds expected, not {len(values)}")
+    return statistics.mean(values), T_TWO_DEGREES * statistics.stdev(values) / math.sqrt(3)
+
+
+def number(value: float, signed: bool = False, digits: int = 3) -> str:
+    """`digits` decimals without the zero before the point."""
+    return re.sub(r"^([+-]?)0\.", r"\1.", f"{value:{'+' if signed else ''}.{digits}f}")
+
+
+def signed_with_error(mean: float, half: float, digits: int = 3) -> str:
+    """`mean` ± `half`, bold where the interval leaves out zero."""
+    text = f"{number(mean, signed=True, digits=digits)} ± {number(half, digits=digits)}"
+    return f"**{text}**" if abs(mean) > half else text
+
+
+def table(head: list[str], lines: Iterable[list[str]], texts: int = 2) -> str:
+    """A Markdown table; the first `texts` columns are text."""
+    rule = ["---"] * texts + ["---:"] * (len(head) - texts)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rule, *lines]) + "\n"
+
+
+def renewed(page: str, tables: dict[str, str]) -> str:
+    """The page with what stands between its markers made anew; a marker that names no table is an error."""
+    return MARKED.sub(lambda m: f"{m[1]}\n{tables[m[2]]}\n{m[3]}", page)
+
+
+def write_page(
+    about: str | None, name: str, tables: Callable[[], dict[str, str]], draw: Callable[[Path], None]
+) -> None:
+    """The command line of a page: renew its tables and figures, or with --check compare the tables."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing, fail when a table is out of date")
+    args = parser.parse_args()
+    path = DOCS / name
+    page = path.read_text(encoding="utf-8")
+    fresh = renewed(page, tables())
+    if args.check:
+        raise SystemExit(int(fresh != page))
+    path.write_text(fresh, encoding="utf-8")
+    draw(DOCS / "figures")

@@ -1,0 +1,264 @@
+"""Turn the two runs of length_generalization.py into the tables of docs/length_generalization.md and its figures.
+
+Usage: python experiments/report_length_generalization.py            rewrites the tables and the figures
+       python experiments/report_length_generalization.py --check    changes nothing; exit code 1 when a table is stale
+
+Every arm has three models, one per seed; all models answered the same questions. A value is the mean over the seeds;
+± is half the 95% Student t interval over them (2 degrees of freedom). A difference is taken seed by seed. The rise of a
+model that was not post-trained has the interval over the 16 windows of text that the run recorded.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pages
+from pages import number, read, signed_with_error, t_interval, table
+
+Record = dict[str, Any]
+Row = dict[str, Any]
+
+RUNS = {"first": "length_generalization_healthy.json", "second": "length_generalization.json"}
+MODELS = {"mamba2_n4:6": "second", "gla_k16:1": "second", "mamba2_n64": "first", "gla_k16": "first"}
+"""The post-trained models and the run that has them."""
+ILL = "mamba2_n4:6"
+ARMS = ("zero", "noise", "fitted_noise", "state_passing", "state_passing_text", "truncated_bptt")
+NAMES = {
+    "before": "before",
+    "zero": "zero (plain)",
+    "noise": "noise",
+    "fitted_noise": "fitted noise",
+    "state_passing": "passing",
+    "state_passing_text": "passing, text",
+    "truncated_bptt": "truncated BPTT",
+}
+"""What tables and legends call the arms."""
+SPANS = ((0, 512), (512, 2048), (2048, 8192), (8192, 32768), (32768, 65536))
+"""Ranges of positions, tokens; each is a union of recorded ranges."""
+TRAINED = 512
+"""Tokens of a training sequence."""
+STARTS = (64, 512, 1024, 2048, 3072, 3840)
+"""The t of EffRem that the table shows; the figure has all."""
+STORY_LENGTHS = (512, 1024, 2048, 4096, 8192)
+
+
+def record_of(model: str) -> Record:
+    """The run that has a post-trained model."""
+    found: Record = read(RUNS[MODELS[model]])
+    return found
+
+
+def rows_of(record: Record, model: str, arm: str) -> list[Row]:
+    """The models of an arm in the order of their seeds; `before` is the one model that was not post-trained."""
+    if arm == "before":
+        return [record["variants"][model]]
+    found = [row for row in record["results"] if (row["model"], row["arm"]) == (model, arm)]
+    return sorted(found, key=lambda row: row["seed"])
+
+
+def bits(row: Row, start: int, end: int) -> float:
+    """Bits per byte at positions `start` to `end`; a token is a byte, so ranges weigh by their length."""
+    inside = [e for e in row["perplexity"] if start <= e["start"] and e["end"] <= end]
+    widths = [e["end"] - e["start"] for e in inside]
+    if sum(widths) != end - start:
+        raise ValueError(f"the recorded ranges do not make up positions {start} to {end}")
+    return sum(e["bits_per_byte"] * width for e, width in zip(inside, widths, strict=True)) / sum(widths)
+
+
+def rise(row: Row) -> float:
+    """Loss of the last recorded range (55k to 64k) above the same window's level at 128 to 512, nats per token."""
+    return float(row["perplexity"][-1]["rise"])
+
+
+def growth(row: Row) -> list[list[float]]:
+    """Norm of every head's state at the last position over its norm after a training length, layer by layer."""
+    at = row["state"]["positions"].index(TRAINED)
+    return [[head["norm"][-1] / head["norm"][at] for head in layer["heads"]] for layer in row["state"]["layers"]]
+
+
+def remembrance(row: Row, start: int) -> dict[str, Any]:
+    """The recorded point of EffRem at t = `start`."""
+    (point,) = (point for point in row["remembrance"] if point["t"] == start)
+    return dict(point)
+
+
+def stories(row: Row, lengths: tuple[int, ...] = STORY_LENGTHS) -> float:
+    """Share of right answers, mean over qa1 to qa5 and `lengths`; every cell has as many questions."""
+    return statistics.mean(v for cell, v in row["babilong"].items() if int(cell.split()[1]) in lengths)
+
+
+def span_name(start: int, end: int) -> str:
+    """Name of a range of positions."""
+    return "–".join(f"{n // 1024}k" if n >= 1024 else str(n) for n in (start, end))
+
+
+def letters(length: int) -> Callable[[Row], float]:
+    """Share of right letters of strings of `length` letters."""
+    return lambda row: row["copying"][str(length)][0]
+
+
+def key_at(length: int) -> Callable[[Row], float]:
+    """Share of pass keys found in `length` tokens."""
+    return lambda row: row["passkey"][str(length)]
+
+
+def bits_at(start: int, end: int) -> Callable[[Row], float]:
+    """`bits` of a fixed range."""
+    return lambda row: bits(row, start, end)
+
+
+MEASURES: dict[str, Callable[[Row], float]] = {
+    **{f"bits {span_name(*span)}": bits_at(*span) for span in SPANS},
+    "rise": rise,
+    **{f"key at {n}": key_at(n) for n in (512, 1024, 4096)},
+    **{f"{n} letters": letters(n) for n in (20, 40, 64)},
+    "strings of 20": lambda row: row["copying"]["20"][1],
+    "stories": stories,
+}
+"""Every column of `levels_table` and `against_table`: a number of one model."""
+LEVELS = tuple(name for name in MEASURES if name != "stories")
+DIFFERENCES = tuple(name for name in MEASURES if name not in (f"bits {span_name(*span)}" for span in SPANS[1:4]))
+
+
+def level(rows: list[Row], name: str) -> str:
+    """Mean of a measure; the rise with its interval."""
+    values = [MEASURES[name](row) for row in rows]
+    if name != "rise":
+        return number(statistics.mean(values))
+    if len(rows) > 1:
+        # Never bold: the interval over seeds leaves out the luck of the text, which all models read.
+        mean, half = t_interval(values)
+        return f"{number(mean, True)} ± {number(half)}"
+    last = rows[0]["perplexity"][-1]
+    return f"{number(values[0], True)} [{number(last['rise_low'], True)}, {number(last['rise_high'], True)}]"
+
+
+def levels_table(model: str) -> str:
+    """Every arm of one model: mean over the seeds."""
+    record = record_of(model)
+    lines = [[NAMES[arm], *(level(rows_of(record, model, arm), name) for name in LEVELS)] for arm in ("before", *ARMS)]
+    return table(["arm", *LEVELS], lines, texts=1)
+
+
+def differences(record: Record, model: str, arm: str, name: str, other: str = "zero") -> tuple[float, float]:
+    """Mean and half interval of `arm` minus `other`, seed by seed."""
+    pairs = zip(rows_of(record, model, arm), rows_of(record, model, other), strict=True)
+    return t_interval([MEASURES[name](a) - MEASURES[name](b) for a, b in pairs])
+
+
+def shown_differences(model: str, arm: str) -> list[str]:
+    """An intervention minus plain continued training in every column of DIFFERENCES."""
+    record = record_of(model)
+    return [signed_with_error(*differences(record, model, arm, name)) for name in DIFFERENCES]
+
+
+def against_table(model: str) -> str:
+    """Every intervention on one model minus plain continued training."""
+    lines = [[NAMES[arm], *shown_differences(model, arm)] for arm in ARMS[1:]]
+    return table(["arm", *DIFFERENCES], lines, texts=1)
+
+
+def healthy_table() -> str:
+    """The other models: plain continued training, and what every intervention adds to it."""
+    lines = []
+    for model in MODELS:
+        if model != ILL:
+            plain = rows_of(record_of(model), model, "zero")
+            lines.append([model, NAMES["zero"], *(level(plain, name) for name in DIFFERENCES)])
+            lines += [[model, f"{NAMES[arm]} − zero", *shown_differences(model, arm)] for arm in ARMS[1:]]
+    return table(["model", "arm", *DIFFERENCES], lines)
+
+
+def state_size(row: Row) -> int:
+    """Numbers in the recurrent state."""
+    return sum(layer["key_dim"] * layer["value_dim"] * len(layer["heads"]) for layer in row["state"]["layers"])
+
+
+def between(values: list[float]) -> str:
+    """The smallest and the largest."""
+    return f"{number(min(values), digits=2)}–{number(max(values), digits=2)}"
+
+
+def models_table() -> str:
+    """Every model that was pretrained and measured, before any post-training."""
+    lines = []
+    for run, file in RUNS.items():
+        record = read(file)
+        for name, row in record["variants"].items():
+            heads = [value for layer in growth(row) for value in layer]
+            shown = f"**{name}**" if MODELS.get(name) == run else name
+            facts = [f"{state_size(row):,}", *(level([row], f"bits {span_name(*s)}") for s in (SPANS[0], SPANS[-1]))]
+            far = number(remembrance(row, 2048)["value"], digits=4)
+            lines.append([shown, run, *facts, level([row], "rise"), between(heads), far, level([row], "64 letters")])
+    head = ["model", "run", "state", "bits 0–512", "bits 32k–64k", "rise", "norm of a head, 64k over 512"]
+    return table([*head, "EffRem(2048)", "64 letters"], lines)
+
+
+def state_table(model: str) -> str:
+    """Smallest and largest growth of a head's norm, layer by layer; mean over the seeds head by head."""
+    record = record_of(model)
+    lines = []
+    for arm in ("before", *ARMS):
+        grown = [growth(row) for row in rows_of(record, model, arm)]
+        layers = [[statistics.mean(head) for head in zip(*layer, strict=True)] for layer in zip(*grown, strict=True)]
+        # The head that never forgets would hide the others of its layer.
+        first = sorted(layers[0])
+        shown = [between(v) for v in (first[:-1], layers[1], layers[2])]
+        lines.append([NAMES[arm], number(first[-1], digits=1), *shown])
+    head = ["arm", "layer 1, the head that grows most", "layer 1, the others", "layer 2", "layer 3"]
+    return table(head, lines, texts=1)
+
+
+def remembrance_table() -> str:
+    """EffRem_4096(t): the ill model before and after every arm, and the others before."""
+    lines = []
+    for model in MODELS:
+        record = record_of(model)
+        for arm in ("before", *ARMS) if model == ILL else ("before",):
+            rows = rows_of(record, model, arm)
+            cells = []
+            for start in STARTS:
+                values = [remembrance(row, start)["value"] for row in rows]
+                half = f" ± {number(t_interval(values)[1], digits=4)}" if len(values) > 1 else ""
+                cells.append(number(statistics.mean(values), digits=4) + half)
+            lines.append([model, NAMES[arm], *cells])
+    return table(["model", "arm", *(f"t = {t}" for t in STARTS)], lines)
+
+
+def stories_table() -> str:
+    """Exact match by length of the prompt, mean over the five tasks."""
+    lines = []
+    for model in MODELS:
+        record = record_of(model)
+        for arm in ("zero", "state_passing_text"):
+            rows = rows_of(record, model, arm)
+            shares = [statistics.mean(stories(row, (n,)) for row in rows) for n in STORY_LENGTHS]
+            lines.append([model, NAMES[arm], *map(number, shares)])
+    return table(["model", "arm", *(f"{n} tokens" for n in STORY_LENGTHS)], lines)
+
+
+def tables() -> dict[str, str]:
+    """Every table of the page by the name in its marker."""
+    return {
+        "models": models_table(),
+        f"state of {ILL}": state_table(ILL),
+        f"levels of {ILL}": levels_table(ILL),
+        f"against zero of {ILL}": against_table(ILL),
+        "healthy": healthy_table(),
+        "remembrance": remembrance_table(),
+        "stories": stories_table(),
+    }
+
+
+def draw(folder: Path) -> None:
+    """Draw the figures."""
+    from length_figures import draw
+
+    draw(folder)
+
+
+if __name__ == "__main__":
+    pages.write_page(__doc__, "length_generalization.md", tables, draw)
