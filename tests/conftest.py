@@ -15,6 +15,12 @@ MIXERS: dict[str, dict[str, Any]] = {
     "retnet_merged": {"type": "retnet", "num_heads": 2, "key_dim": 8, "value_dim": 16, "merged": True},
     "delta_net": {"type": "delta_net", "num_heads": 2, "key_dim": 8, "value_dim": 8},
     "gated_delta_net": {"type": "gated_delta_net", "num_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 8},
+    "gla_subheads": {"type": "gla", "num_heads": 2, "key_dim": 8, "value_dim": 16}
+    | {"expansion": {"kind": "headwise", "factor": 2}},
+    "delta_net_grafted": {"type": "delta_net", "num_heads": 2, "key_dim": 8, "value_dim": 8}
+    | {"expansion": {"kind": "headwise", "factor": 3, "grafted": True}},
+    "gated_delta_net_subheads": {"type": "gated_delta_net", "num_heads": 2, "value_heads": 4, "key_dim": 8}
+    | {"value_dim": 8, "expansion": {"kind": "headwise", "factor": 2}},
     "mamba2": {"type": "mamba2", "inner_dim": 64, "head_dim": 16, "state_dim": 4},
     "mamba2_groups": {"type": "mamba2", "inner_dim": 64, "head_dim": 16, "state_dim": 4, "groups": 2},
     "attention": {"type": "attention", "num_heads": 4, "kv_heads": 2, "head_dim": 8},

@@ -29,7 +29,10 @@ HEIGHT = {"ops": 0, "layers": 1, "models": 2, "demo": 4, "cli": 5} | dict.fromke
 )
 """A room imports its own height (without circles) and what lies below; files beside the rooms are free to all."""
 
-OPTIONAL = ("jinja2", "matplotlib", "datasets", "pyarrow", "tensorboard", "triton", "lm_eval", "wandb")
+OPTIONAL = (
+    *("jinja2", "matplotlib", "datasets", "pyarrow", "tensorboard", "triton", "lm_eval", "wandb"),
+    *("nltk", "rouge_score", "sacrebleu"),
+)
 NEED_EXTRAS = {
     f"longrecall.report.{name}"
     for name in (
@@ -38,6 +41,8 @@ NEED_EXTRAS = {
         "drawing",
         "length_plots",
         "length_sections",
+        "overview_plots",
+        "overview_sections",
         "plots",
         "sections",
     )

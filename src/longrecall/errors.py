@@ -10,7 +10,11 @@ class UserError(ValueError):
     """Bad input from outside: one line that says what, where and what to do. The CLI exits with code 2 on it."""
 
 
-def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Return ``' Did you mean "x"?'`` for the choice nearest to `name`, or an empty string when none is near."""
-    near = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
-    return f' Did you mean "{near[0]}"?' if near else ""
+def did_you_mean(name: str, choices: Iterable[str], most: int = 1) -> str:
+    """Return ``' Did you mean "x"?'`` for the choice nearest to `name`, or an empty string when none is near.
+
+    `most` choices are named at most, the nearest first.
+    """
+    near = difflib.get_close_matches(name, list(choices), n=most, cutoff=0.5)
+    named = " or ".join(f'"{choice}"' for choice in near)
+    return f" Did you mean {named}?" if near else ""

@@ -69,11 +69,34 @@ def test_table_and_file(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureF
         (["--batch-tokens", "0"], "--batch-tokens: length '0' must be at least 1"),
         (["--lengths", "50"], "passkey: length 50 is too short"),
         (["--out", "/dev/null/out.json"], "cannot write"),
+        (["--option", "passkey"], '--option "passkey" is not of the form task.key=value'),
+        (["--option", "passkey.digits"], "not of the form task.key=value"),
+        (["--option", "paskey.digits=5"], 'unknown task "paskey"'),
+        (["--option", "paskey.digits=5"], 'Did you mean "passkey" or'),
+        (["--option", "passkey.digit=5"], 'task passkey has no option "digit"; it has depths, digits'),
+        (["--option", "passkey.digit=5"], 'Did you mean "digits"'),
+        (["--option", "passkey.digits=x"], '--option passkey.digits: "x" is not a whole number'),
+        (["--option", "passkey.depths=0,y"], '--option passkey.depths: "y" is not a number'),
+        (["--option", "passkey.opening=1"], '--option passkey.opening: "1" must be true or false'),
+        (["--option", "babilong.facts=3"], '--option babilong.facts: "3" must be 2 values'),
+        (["--option", "passkey.digits=5", "--option", "passkey.digits=6"], "is given twice"),
+        (["--option", "copying.trained=5"], "there are options for copying, but it is not among the tasks"),
+        (["--option", "passkey.digits=0"], "digits must be at least 1"),
     ],
 )
 def test_bad_options(checkpoint: str, words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         command(checkpoint, "--device", "cpu", *words)
+
+
+def test_any_option_of_a_task(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--tasks", "passkey,babilong", "--lengths", "400", "--samples", "1", "--qa", "qa1", "--device", "cpu"]
+    given = ["passkey.depths=0,1", "passkey.opening=false", "babilong.facts=2,3", "babilong.answer_tokens=1k"]
+    assert command(checkpoint, *words, "--depths", "0.5", *(w for g in given for w in ("--option", g)), "--json") == 0
+    options = json.loads(capsys.readouterr().out)["settings"]["options"]
+    assert (options["passkey"]["depths"], options["passkey"]["opening"]) == ([0.0, 1.0], False)
+    assert (options["babilong"]["facts"], options["babilong"]["answer_tokens"]) == ([2, 3], 1024)
+    assert options["babilong"]["tasks"] == ["qa1"]
 
 
 def test_importing_the_verb_is_light() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,7 +17,6 @@ from longrecall import RecurrentLM
 from longrecall.cli import eval as verb
 from longrecall.errors import UserError
 from longrecall.evaluation import check_result, evaluate
-from longrecall.evaluation.reading import read_continuation
 from tests.tasks.story_solver import solve
 
 
@@ -124,19 +122,6 @@ def test_a_model_that_diverges_is_wrong_and_counted(tokenizer: Any) -> None:
     result = evaluate(model, tokenizer, ["babilong"], [300], 3, options=options, progress=False)
     assert values(result) == {"accuracy": 0.0, "exact_match": 0.0}
     assert [entry["diverged"] for entry in result["results"]] == [3, 3]
-
-
-@pytest.mark.parametrize("segment", [1, 7, 12, 100])
-def test_continuation_is_greedy_generation(model: RecurrentLM, segment: int) -> None:
-    ids = np.random.default_rng(0).integers(0, 258, size=(4, 12))
-    said, finite = read_continuation(model, ids, 6, segment, lambda said: False)
-    expected = model.generate(
-        torch.from_numpy(ids), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=257
-    )
-    assert said.tolist() == expected[:, 12:].tolist() and finite.all()
-    assert len({tuple(row) for row in said.tolist()}) > 1
-    shorter, _ = read_continuation(model, ids, 6, segment, lambda said: said.shape[1] == 2)
-    assert shorter.tolist() == said[:, :2].tolist()
 
 
 def test_batches_change_nothing(model: RecurrentLM, tokenizer: Any) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from longrecall import RecurrentLM
-from longrecall.evaluation.reading import pad_right, read_predictions
-from longrecall.evaluation.scoring import score_answers
+import longrecall
+from longrecall import RecurrentLM, load
+from longrecall.evaluation.reading import Predictions, pad_right, read_predictions
+from longrecall.evaluation.scoring import score
 from longrecall.tasks import IGNORE
+
+ASSETS = Path(longrecall.__file__).parent / "assets"
 
 
 def prompts_and_answers(model: RecurrentLM, count: int, size: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -40,13 +44,13 @@ def test_teacher_forcing_equals_exact_match_of_generate(model: RecurrentLM) -> N
     ids = [np.concatenate(case) for case in cases]
     labels = [np.concatenate([np.full(len(prompt), IGNORE), answer]) for prompt, answer in cases]
     read = read_predictions(model, pad_right(ids, 0), pad_right(labels, IGNORE), segment_tokens=1000)
-    right, asked, diverged = score_answers(labels, read)
+    scores = score(labels, read)
     generated = [bool((greedy(model, prompt, 4) == answer).all()) for prompt, answer in cases]
-    assert right.astype(bool).tolist() == generated
+    assert scores.right.astype(bool).tolist() == generated
     # Neither always right nor always wrong, or the equality would say little.
     assert sum(generated) == 12
     assert len({tuple(answer) for _, answer in cases}) > 12
-    assert (asked == 1).all() and not diverged.any()
+    assert (scores.asked == 1).all() and not scores.diverged.any()
 
 
 @pytest.mark.parametrize("segment", [1, 3, 7, 29, 30, 64])
@@ -98,16 +102,64 @@ def test_no_labels_at_all(model: RecurrentLM) -> None:
     assert len(read.loss) == 0
 
 
-def test_only_a_whole_answer_counts() -> None:
-    from longrecall.evaluation.reading import Predictions
-
-    labels = [np.array([IGNORE, 1, 2, IGNORE, 3]), np.array([IGNORE, 4, IGNORE])]
-    read = Predictions(
-        row=np.array([0, 0, 0, 1]),
-        column=np.array([1, 2, 4, 1]),
-        right=np.array([True, False, True, False]),
-        loss=np.zeros(4),
-        finite=np.array([True, True, True, False]),
+def predictions(row: list[int], column: list[int], margin: list[float], finite: list[bool]) -> Predictions:
+    """Positions whose label leads by `margin`, where rounding moves margins by 1."""
+    return Predictions(
+        row=np.array(row),
+        column=np.array(column),
+        right=np.array(margin) > 0,
+        loss=np.zeros(len(row)),
+        finite=np.array(finite),
+        margin=np.array(margin),
+        doubt=np.ones(len(row)),
     )
-    right, asked, diverged = score_answers(labels, read)
-    assert (right.tolist(), asked.tolist(), diverged.tolist()) == ([1, 0], [2, 1], [False, True])
+
+
+def test_only_a_whole_answer_counts() -> None:
+    labels = [np.array([IGNORE, 1, 2, IGNORE, 3]), np.array([IGNORE, 4, IGNORE])]
+    scores = score(labels, predictions([0, 0, 0, 1], [1, 2, 4, 1], [9.0, -9.0, 9.0, -9.0], [True, True, True, False]))
+    assert (scores.right.tolist(), scores.asked.tolist()) == ([1, 0], [2, 1])
+    assert (scores.right_tokens.tolist(), scores.tokens.tolist()) == ([2, 0], [3, 1])
+    assert scores.diverged.tolist() == [False, True]
+    assert not scores.close.any() and not scores.close_tokens.any()
+
+
+@pytest.mark.parametrize(
+    ("margins", "close", "close_tokens"),
+    [
+        ([9.0, 9.0, 0.5], True, True),
+        ([9.0, 9.0, -0.5], True, True),
+        ([0.5, -0.5, 9.0], True, True),
+        ([9.0, 9.0, 0.0], True, True),
+        # A token that is clearly wrong settles the answer, not the count of tokens.
+        ([-9.0, 0.5, 9.0], False, True),
+        ([-9.0, 9.0, -9.0], False, False),
+    ],
+)
+def test_what_rounding_could_change(margins: list[float], close: bool, close_tokens: bool) -> None:
+    labels = [np.array([IGNORE, 1, 2, IGNORE, 3])]
+    scores = score(labels, predictions([0, 0, 0], [1, 2, 4], margins, [True] * 3))
+    assert (scores.close.tolist(), scores.close_tokens.tolist()) == ([close], [close_tokens])
+
+
+@pytest.mark.parametrize("name", ["gla-base", "mamba2-base"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_doubts_cover_what_rounding_does(name: str, dtype: str) -> None:
+    """Other segments, padding and batches on real text: no margin moves by as much as its doubt."""
+    model = load(ASSETS / name, dtype=dtype)
+    text = (ASSETS / "text" / "held_out.txt").read_bytes()[5000:8600]
+    ids = np.frombuffer(text, dtype=np.uint8).astype(np.int64).reshape(12, 300)
+    one = read_predictions(model, ids, ids, 1024)
+    others = [read_predictions(model, ids, ids, 77)]
+    rows = [read_predictions(model, row[None], row[None], 50) for row in ids[:4]]
+    for other in others:
+        assert (np.abs(other.margin - one.margin) < one.doubt).all()
+        # Were the doubts never near what happens, they would cost much for nothing.
+        assert np.abs((other.margin - one.margin) / one.doubt).max() > 1e-3
+    for row, other in enumerate(rows):
+        mine = one.row == row
+        assert (np.abs(other.margin - one.margin[mine]) < one.doubt[mine]).all()
+    undecided = one.right != others[0].right
+    assert one.close[undecided].all()
+    if dtype == "bfloat16" and name == "gla-base":
+        assert undecided.any()  # so the doubts are needed

@@ -5,10 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longrecall.models.accounting import account, describe_sizes, equivalent_context, key_value_cache_size
+from longrecall.models.accounting import (
+    account,
+    average_key_value_cache_size,
+    describe_sizes,
+    equivalent_context,
+    key_value_cache_size,
+    state_ratio,
+    transformer_cache_size,
+)
 from longrecall.models.checkpoint import save
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
@@ -95,6 +104,38 @@ def test_key_value_cache_counts_attention_layers_up_to_their_window() -> None:
     assert key_value_cache_size(config, 100) == 2 * 2 * 4 * (10 + 100)
 
 
+@pytest.mark.parametrize("window", [None, 1, 7, 40, 41])
+def test_the_average_cache_is_the_mean_over_the_context(window: int | None) -> None:
+    layer = {"mixer": TINY["attention"] | {"window": window}}
+    config = RecurrentConfig(vocab_size=32, hidden_size=16, layers=[layer, {"mixer": TINY["gla"]}])
+    steps = 40_000
+    # The integral of min(t, W) over 0..40 by the midpoint rule: exact but for the step with the corner.
+    held = [min((i + 0.5) * 40 / steps, window or 40) for i in range(steps)]
+    assert average_key_value_cache_size(config, 40) == pytest.approx(2 * 2 * 4 * sum(held) / steps, rel=1e-6)
+    assert average_key_value_cache_size(config, 0) == 0
+
+
+def test_equations_of_the_paper() -> None:
+    # Section 3.1: with d_qk = d_v = d the ratio is L / d; "for d = 128 and L = 2048, the ratio is 16".
+    delta = {"type": "gated_delta_net", "num_heads": 8, "key_dim": 128, "value_dim": 128}
+    attention = {"type": "attention", "num_heads": 8, "head_dim": 128}
+    config = RecurrentConfig(vocab_size=32, hidden_size=1024, layers=[{"mixer": delta}] * 2)
+    transformer = RecurrentConfig(vocab_size=32, hidden_size=1024, layers=[{"mixer": attention}] * 2)
+    assert state_ratio(config, 2048) == 16.0 and config.state_size() == 2 * 8 * 128 * 128
+    assert transformer_cache_size(config, 2048) == key_value_cache_size(transformer, 2048)
+    assert average_key_value_cache_size(transformer, 2048) == 2 * 2048 * 8 * (128 + 128) / 2
+    assert state_ratio(transformer, 2048) is None
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_the_state_of_every_mixer(name: str) -> None:
+    config = RecurrentConfig(hidden_size=32, layers=[{"mixer": MIXERS[name]}])
+    with torch.no_grad():
+        (layer,) = RecurrentLM(config)(torch.arange(5)[None]).past_key_values.layers
+    held = sum(tensor.numel() for key, tensor in layer.items() if key.endswith("recurrent"))
+    assert account(config).state_size == held and (held > 0) != name.startswith("attention")
+
+
 def test_state_of_mamba2_1b3_in_tokens_of_a_transformer() -> None:
     # 25,165,824 float32 numbers are 100,663,296 bytes; a 48-layer Transformer caches 2 * 2 * 2048 * 48 bytes a token.
     config = mamba2_1b3(range(0))
@@ -104,6 +145,10 @@ def test_state_of_mamba2_1b3_in_tokens_of_a_transformer() -> None:
 def test_sizes_as_one_line() -> None:
     config = RecurrentConfig(vocab_size=32, hidden_size=16, layers=[{"mixer": TINY["merged"], "mlp_size": 24}])
     assert account(config).layers[0].sizes == "num_heads=2 key_dim=4 value_dim=8 merged mlp=24"
+    expanded = TINY["gla"] | {"expansion": {"kind": "headwise", "factor": 2, "subheads": False}}
+    config = RecurrentConfig(vocab_size=32, hidden_size=16, layers=[{"mixer": expanded}])
+    sizes = "num_heads=2 key_dim=4 value_dim=8 conv_width=3 expansion=headwise:2 subheads=no"
+    assert account(config).layers[0].sizes == sizes
     handover = RecurrentConfig(vocab_size=32, hidden_size=16, layers=[{"mixer": TINY["handover"]}]).layers[0]["mixer"]
     assert describe_sizes(handover) == ("gla num_heads=2 key_dim=4 value_dim=8 conv_width=3 -> num_heads=1 key_dim=8")
 

@@ -87,14 +87,14 @@ def test_every_reference_within_the_page_leads_somewhere(full: tuple[str, Page])
 def test_plots_have_names_and_tables_for_those_who_do_not_see_them(full: tuple[str, Page]) -> None:
     _, page = full
     plots = page.all("svg")
-    # phone book, passkey by length, passkey map, positions, training
-    assert len(plots) == 5
+    # slopes, state size, phone book, passkey by length, passkey map, positions, training
+    assert len(plots) == 7
     assert all(plot["role"] == "img" and plot["aria-labelledby"] for plot in plots)
-    assert len(page.all("figure")) == len(page.all("figcaption")) == 5
+    assert len(page.all("figure")) == len(page.all("figcaption")) == 7
     readings = [text for text in page.text["span"] if text.startswith("How to read it: ")]
-    assert len(readings) == 5 and all(text.count(". ") == 0 and text.endswith(".") for text in readings)
+    assert len(readings) == 7 and all(text.count(". ") == 0 and text.endswith(".") for text in readings)
     assert len(page.all("table")) == len(page.all("caption"))
-    assert len(page.all("details")) >= 5
+    assert len(page.all("details")) >= 7
     assert page.text["title"][0] == page.text["h1"][0]
 
 
@@ -104,6 +104,8 @@ def test_sections_say_what_there_is(full: tuple[str, Page]) -> None:
     assert sections == [
         "headline",
         "control",
+        "slopes",
+        "state-size",
         "phonebook",
         "passkey",
         "positions",
@@ -176,7 +178,7 @@ def test_training_alone_makes_a_page(synthetic: SimpleNamespace) -> None:
 def test_more_files_than_styles(synthetic: SimpleNamespace) -> None:
     paths = synthetic.write(**{f"f{index}": synthetic.evaluation(4 + index) for index in range(10)})
     page = Page(build_report(paths, synthetic.folder / "r.html").read_text(encoding="utf-8"))
-    assert len(page.all("svg")) == 4
+    assert len(page.all("svg")) == 5
 
 
 def test_without_the_extra_the_error_says_what_to_install(

@@ -25,6 +25,9 @@ MIXERS: dict[str, dict[str, Any]] = {
     "mamba2_plain": {"type": "mamba2", "inner_dim": 32, "head_dim": 16, "state_dim": 4, "conv_bias": False},
     "attention": {"type": "attention", "num_heads": 2, "head_dim": 8},
     "gated_delta_net": {"type": "gated_delta_net", "num_heads": 2, "key_dim": 4, "value_dim": 8},
+    "gated_delta_net_shared": {"type": "gated_delta_net", "num_heads": 2, "value_heads": 4, "key_dim": 4}
+    | {"value_dim": 4, "conv_width": 0},
+    "delta_net": {"type": "delta_net", "num_heads": 2, "key_dim": 4, "value_dim": 8, "output_gate": True},
 }
 
 

@@ -106,6 +106,21 @@ def test_info_json(base: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["key_value_cache"]["context"] == 64
     # 256 float32 numbers against 2 * 16 numbers of 2 bytes in each of 3 layers.
     assert facts["key_value_cache"]["state_equals_tokens"] == pytest.approx(1024 / 192)
+    # One attention layer of 2 x 8; a Transformer of width 16 in 3 layers. 64 tokens, each with keys and values.
+    assert facts["key_value_cache"]["numbers"] == 64 * 2 * 16
+    assert facts["key_value_cache"]["average_numbers"] == 64 * 16
+    assert facts["key_value_cache"]["transformer_numbers"] == 64 * 2 * 16 * 3
+    assert facts["key_value_cache"]["transformer_average_numbers"] == 64 * 16 * 3
+    assert facts["key_value_cache"]["transformer_to_state"] == 64 * 16 * 3 / 256
+
+
+def test_info_of_a_model_without_recurrent_state(
+    build: Callable[..., RecurrentLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(build("attention"), tmp_path / "base")
+    assert command("info", str(tmp_path / "base")) == 0
+    text = capsys.readouterr().out
+    assert "at any length: 0 numbers" in text and "times as many" not in text
 
 
 def test_info_survives_a_record_that_somebody_cut(base: str, capsys: pytest.CaptureFixture[str]) -> None:

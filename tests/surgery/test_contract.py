@@ -14,12 +14,14 @@ from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.surgery.expand import Operation
 from longrecall.surgery.registry import INITS, METHODS
 
-FITS = {"merge_heads": ("gla", "gla_conv", "retnet"), "grow_state": ("mamba2", "mamba2_groups", "mamba2_plain")}
+FITS = {
+    "merge_heads": ("gla", "gla_conv", "retnet"),
+    "grow_state": ("mamba2", "mamba2_groups", "mamba2_plain"),
+    "subheads": ("gated_delta_net", "gated_delta_net_shared", "delta_net", "gla_conv", "gla"),
+}
 CASES = [(method, kind, init) for method, kinds in FITS.items() for kind in kinds for init in METHODS[method].inits]
 # What must be the old function at step 0. inherit of grow_state too: it adds silent channels.
-SAME = {("merge_heads", "preserve"), ("grow_state", "preserve"), ("grow_state", "inherit")} | {
-    (method, "handover") for method in FITS
-}
+SAME = {("grow_state", "inherit")} | {(method, init) for method in FITS for init in ("preserve", "handover")}
 
 Build = Callable[..., RecurrentLM]
 each_case = pytest.mark.parametrize(("method", "kind", "init"), CASES)
@@ -57,8 +59,8 @@ def test_function_at_step_0(build: Build, operate: Build, tokens: Tensor, method
         assert torch.equal(before, after)
     elif (method, init) not in SAME:
         assert difference > 1e-3, "this init is meant to change the function"
-    elif method == "grow_state":
-        # The promise of the issue: 1e-5 absolute in float32. Only the order of summation over N changes.
+    elif method in ("grow_state", "subheads"):
+        # The promise of the issue: 1e-5 absolute in float32. Only the order of summation changes, over N or over heads.
         assert difference <= 1e-5
     else:
         # The promise of the issue: 1e-4 relative; the per-head blocks are summed with exact zeros from mixing.
@@ -172,6 +174,8 @@ def test_edit_keeps_each_dtype_and_its_input(build: Build, method: str, kind: st
     for name, tensor in edited.items():
         plain = name.replace("mixer.new.", "mixer.").replace("mixer.old.", "mixer.")
         expected = {"mixer.progress": torch.float32, "mixer.mixing": torch.bfloat16}.get(name)
+        if plain in ("mixer.q_expand.weight", "mixer.k_expand.weight", "mixer.subhead_scale"):
+            expected = torch.bfloat16
         assert tensor.dtype == (expected or originals[plain].dtype), name
     assert set(mixed) == set(originals) and all(torch.equal(mixed[name], originals[name]) for name in mixed)
 
@@ -250,7 +254,10 @@ def test_surgery_waits_for_a_handover(build: Build, operate: Build, method: str,
         ("merge_heads", "mamba2", ("layer 1 is mamba2", "gla, retnet", "use grow_state")),
         ("grow_state", "gla", ("layer 1 is gla", "mamba2", "use merge_heads")),
         ("merge_heads", "attention", ("layer 1 is attention", "gla, retnet", "no method fits attention")),
-        ("grow_state", "gated_delta_net", ("layer 1 is gated_delta_net", "no method fits gated_delta_net")),
+        ("grow_state", "gated_delta_net", ("layer 1 is gated_delta_net", "for gated_delta_net use subheads")),
+        ("subheads", "retnet", ("layer 1 is retnet", "gated_delta_net, delta_net, gla", "for retnet use merge_heads")),
+        ("subheads", "mamba2", ("layer 1 is mamba2", "for mamba2 use grow_state")),
+        ("subheads", "attention", ("layer 1 is attention", "no method fits attention")),
     ],
 )
 def test_a_method_that_does_not_fit_names_layer_mixer_and_what_fits(
@@ -278,6 +285,13 @@ def test_a_method_that_does_not_fit_names_layer_mixer_and_what_fits(
         ("grow_state", "preserve", {"fresh": "usuall"}, 'Did you mean "usual"'),
         ("grow_state", "reinit", {"statex": 1}, "true or false"),
         ("merge_heads", "preserve", {"factor": 4}, 'no option "factor"'),
+        ("subhead", "preserve", {}, 'Did you mean "subheads"'),
+        ("subheads", "preserve", {"factor": 0}, "at least 2"),
+        ("subheads", "preserve", {"factor": -4}, "at least 2"),
+        ("subheads", "preserve", {"factor": 17}, "at most 16"),
+        ("subheads", "preserve", {"factor": 2.5}, "not a whole number"),
+        ("subheads", "preserve", {"entry": 0.1}, "belongs to perturb"),
+        ("subheads", "inherit", {}, "does not fit subheads: .*twins.*use preserve, perturb, handover, reinit"),
     ],
 )
 def test_unknown_or_unfit_wishes_are_refused(method: str, init: str, options: dict[str, Any], cause: str) -> None:

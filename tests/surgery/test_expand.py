@@ -26,7 +26,11 @@ from longrecall.surgery import ExpansionSummary, expand
 from longrecall.surgery.registry import METHODS
 
 Build = Callable[..., RecurrentLM]
-KINDS = {"merge_heads": ("gla", "gla_conv", "retnet"), "grow_state": ("mamba2", "mamba2_groups", "mamba2_plain")}
+KINDS = {
+    "merge_heads": ("gla", "gla_conv", "retnet"),
+    "grow_state": ("mamba2", "mamba2_groups", "mamba2_plain"),
+    "subheads": ("gated_delta_net", "gla_conv"),
+}
 CASES = [(method, kind, init) for method, kinds in KINDS.items() for kind in kinds for init in METHODS[method].inits]
 each_case = pytest.mark.parametrize(("method", "kind", "init"), CASES)
 

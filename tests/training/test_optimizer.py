@@ -27,7 +27,8 @@ def test_only_matrices_decay(make_model: Callable[..., RecurrentLM], name: str) 
     assert sorted(n for group in groups for n in group.names) == sorted(parameters)
     for group in groups:
         for member in group.names:
-            matrix = member.endswith("_proj.weight") or (".gk_proj." in member and member.endswith("weight"))
+            projection = member.endswith(("_proj.weight", "_expand.weight"))
+            matrix = projection or (".gk_proj." in member and member.endswith("weight"))
             assert (group.weight_decay > 0) is matrix, member
 
 

@@ -8,11 +8,14 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from longrecall.cli.suite_options import add_suite_options, expand_suite
+from longrecall.cli.task_options import parse_task_options
 from longrecall.errors import UserError
 from longrecall.tables import aligned
 from longrecall.units import format_length, parse_length
 
 _T = TypeVar("_T")
+_TASKS, _LENGTHS, _SAMPLES = "phonebook,passkey", "512,1k,4k", 256
 
 HELP = "measure what a checkpoint recalls, and how well it predicts text by position"
 EXAMPLE = "longrecall eval bigger/ --tasks phonebook,passkey --lengths 512,1k,4k --pairs 4,16,64 --out after.json"
@@ -24,22 +27,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("checkpoint", metavar="CKPT", help="a checkpoint folder or hub id")
     add(
         "--tasks",
-        default="phonebook,passkey",
         metavar="T,...",
-        help="any of those below, comma-separated [%(default)s]",
+        help=f"any of those below, comma-separated [{_TASKS}]",
     )
     add(
         "--lengths",
-        default="512,1k,4k",
         metavar="N,...",
-        help="tokens: passkey, babilong, windows; letters: copying [%(default)s]",
+        help=f"tokens: passkey, babilong, windows; letters: copying [{_LENGTHS}]",
     )
-    add("--samples", type=int, default=256, metavar="N", help="answers per cell, text windows at most [%(default)s]")
+    add("--samples", type=int, metavar="N", help=f"answers per cell, text windows at most [{_SAMPLES}]")
     add("--seed", type=int, default=0, metavar="N", help="seed of the samples [%(default)s]")
     add("--text", metavar="FILE", help="UTF-8 text: bits_per_byte, phonebook's distractor, babilong's book")
-    add("--out", metavar="FILE", help="write the result as JSON; finished cells are kept in FILE.partial meanwhile")
-    add("--resume", action="store_true", help="skip the cells that an interrupted run with the same settings finished")
+    add("--out", metavar="FILE", help="write the result as JSON; finished examples are kept in FILE.partial meanwhile")
+    add("--resume", action="store_true", help="skip what an interrupted run with the same settings finished")
     add("--json", action="store_true", help="print the result as JSON instead of a table")
+    add(
+        "--option",
+        action="append",
+        default=[],
+        metavar="T.K=V",
+        help="any option of a task, such as passkey.digits=7; several values with commas; repeat for several options",
+    )
+    add_suite_options(parser)
     book = parser.add_argument_group("phonebook")
     book.add_argument("--pairs", default="2,4,8,16,32,64", metavar="N,...", help="associations [%(default)s]")
     book.add_argument(
@@ -47,10 +56,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     book.add_argument("--letters", type=int, default=2, metavar="N", help="letters of a name [%(default)s]")
     book.add_argument("--digits", type=int, default=2, metavar="N", help="digits of a number [%(default)s]")
-    key = parser.add_argument_group("passkey")
+    key = parser.add_argument_group("passkey, passkey_spoken")
     key.add_argument("--depths", default="0,0.25,0.5,0.75,1", metavar="X,...", help="places of the key [%(default)s]")
     key.add_argument("--form", default="statex", metavar="F", help="statex or infinitebench [%(default)s]")
     key.add_argument("--key-digits", type=int, default=5, metavar="N", help="digits of a key [%(default)s]")
+    search = parser.add_argument_group("maximum recall length")
+    search.add_argument("--search", metavar="N", help="grow one task's length up to N, until it is recalled no more")
+    search.add_argument("--step", default="512", metavar="N", help="tokens from one length to the next [%(default)s]")
     text = parser.add_argument_group("bits_per_byte")
     text.add_argument("--windows", type=int, default=64, metavar="N", help="windows of text at most [%(default)s]")
     copying = parser.add_argument_group("copying")
@@ -70,38 +82,60 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, print a table or JSON, return the exit code."""
-    tasks = _split(args.tasks, "--tasks", str)
-    lengths = _split(args.lengths, "--lengths", parse_length)
+    of_suite = expand_suite(args)
+    tasks = _split(_TASKS if args.tasks is None else args.tasks, "--tasks", str)
+    lengths = _split(_LENGTHS if args.lengths is None else args.lengths, "--lengths", parse_length)
+    samples = _SAMPLES if args.samples is None else args.samples
+    given = parse_task_options(args.option)
     options = {name: fields for name, fields in _options(args).items() if name in tasks}
+    for more in (of_suite, given):
+        options |= {name: options.get(name, {}) | fields for name, fields in more.items()}
     batch_tokens = _length(args.batch_tokens, "--batch-tokens")
     segment_tokens = _length(args.segment_tokens, "--segment-tokens")
 
+    longest = None if args.search is None else _length(args.search, "--search")
+    step = _length(args.step, "--step")
+    if longest is not None and len(tasks) > 1:
+        raise UserError(f"--search takes one task, for example --tasks niah_single_3; got {len(tasks)}")
+
     from longrecall.evaluation.checkpoint import evaluate_checkpoint
+    from longrecall.evaluation.parallel import torchrun_ranks
+    from longrecall.evaluation.recall_search import search_checkpoint
     from longrecall.tasks.text import read_text
 
-    text = None if args.text is None else read_text(args.text)
-    result = evaluate_checkpoint(
-        args.checkpoint,
-        tasks,
-        lengths,
-        args.samples,
-        args.seed,
-        dtype=args.dtype,
-        device=args.device,
-        text=text,
-        options=options,
-        batch_tokens=batch_tokens,
-        segment_tokens=segment_tokens,
-        out=args.out,
-        resume=args.resume,
-    )
+    settings: dict[str, Any] = {
+        "dtype": args.dtype,
+        "device": args.device,
+        "text": None if args.text is None else read_text(args.text),
+        "options": options,
+        "batch_tokens": batch_tokens,
+        "segment_tokens": segment_tokens,
+        "out": args.out,
+        "resume": args.resume,
+    }
+    with torchrun_ranks() as ranks:
+        if longest is None:
+            result = evaluate_checkpoint(args.checkpoint, tasks, lengths, samples, args.seed, ranks=ranks, **settings)
+        elif ranks.count > 1:
+            raise UserError("--search decides after every length what comes next; run it without torchrun")
+        else:
+            result = search_checkpoint(args.checkpoint, tasks[0], longest, samples, args.seed, step=step, **settings)
+    if not ranks.first:
+        return 0
     print(json.dumps(result, indent=1) if args.json else as_table(result))
+    if result["settings"].get("search", {}).get("at_least"):
+        print("recalled up to the last length that was tried: a greater --search may find more", file=sys.stderr)
     if args.out is not None:
         print(f"written to {args.out}", file=sys.stderr)
     return 0
 
 
 def _options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    key = {
+        "depths": tuple(_split(args.depths, "--depths", float)),
+        "form": args.form,
+        "digits": args.key_digits,
+    }
     return {
         "phonebook": {
             "pairs": tuple(_split(args.pairs, "--pairs", int)),
@@ -109,11 +143,8 @@ def _options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             "letters": args.letters,
             "digits": args.digits,
         },
-        "passkey": {
-            "depths": tuple(_split(args.depths, "--depths", float)),
-            "form": args.form,
-            "digits": args.key_digits,
-        },
+        "passkey": key,
+        "passkey_spoken": key,
         "bits_per_byte": {"windows": args.windows},
         "copying": {"trained": args.copy_trained},
         "babilong": {"tasks": tuple(_split(args.qa, "--qa", str))},
@@ -154,7 +185,7 @@ def as_table(result: dict[str, Any]) -> str:
             entry["task"],
             ", ".join(f"{key} {_cell_value(key, value)}" for key, value in entry["cell"].items()),
             entry["metric"],
-            _number(entry["value"]) + (f" ({entry['diverged']} diverged)" if entry.get("diverged") else ""),
+            _number(entry["value"]) + _remarks(entry),
             "" if entry["low"] is None else f"{_number(entry['low'])} .. {_number(entry['high'])}",
             str(entry["count"]),
         )
@@ -163,6 +194,14 @@ def as_table(result: dict[str, Any]) -> str:
     rule = tuple("-" * max(map(len, column)) for column in zip(*rows, strict=True))
     lines = aligned([rows[0], rule, *rows[1:]], left=3)
     return "\n".join([*lines, "", *(f"{name}: {_number(value)}" for name, value in result["summary"].items())])
+
+
+def _remarks(entry: dict[str, Any]) -> str:
+    """Return what else to know about a number: sequences that diverged, and prompts that are not full."""
+    remarks = [f"{entry['diverged']} diverged"] if entry.get("diverged") else []
+    if "fill" in entry and entry["metric"] == "accuracy":
+        remarks.append(f"fill {entry['fill']:.0%}")
+    return f" ({', '.join(remarks)})" if remarks else ""
 
 
 def _cell_value(key: str, value: float | str) -> str:

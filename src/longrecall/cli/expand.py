@@ -10,16 +10,24 @@ from longrecall.errors import UserError
 
 HELP = "enlarge the recurrent state of a checkpoint, in chosen layers"
 EXAMPLE = "longrecall expand base/ bigger/ --method grow_state --layers every:12 --init preserve --set state_dim=512"
+METHODS = "merge_heads (GLA, RetNet), grow_state (Mamba-2) or subheads (Gated DeltaNet, DeltaNet, GLA)"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
     parser.add_argument("checkpoint", metavar="CKPT", help="the checkpoint to start from; it is not changed")
     parser.add_argument("output", metavar="OUT", help="the folder to write; complete at the end, or not there")
-    parser.add_argument("--method", required=True, help="merge_heads (GLA, RetNet) or grow_state (Mamba-2)")
+    parser.add_argument("--method", required=True, help=METHODS)
     parser.add_argument("--layers", default="every:6", help="every:M, first:N, all, or 0,6,12 [%(default)s]")
     parser.add_argument(
         "--init", default="preserve", help="preserve, perturb, handover, reinit or inherit [%(default)s]"
+    )
+    parser.add_argument(
+        "--factor",
+        type=int,
+        default=None,
+        metavar="E",
+        help="times the state grows; as --set factor=E",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the fresh numbers [%(default)s]")
     parser.add_argument(
@@ -37,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Expand, print the table (or JSON), return the exit code."""
-    options = parse_options(args.options)
+    options = parse_options([*args.options, *([] if args.factor is None else [f"factor={args.factor}"])])
     from longrecall.surgery.expand import expand_with
 
     summary = expand_with(
@@ -69,7 +77,7 @@ def parse_options(pairs: list[str]) -> dict[str, Any]:
         if not equals or not key.strip() or not text.strip():
             raise UserError(f'--set "{pair}": write key=value, e.g. --set factor=4')
         if key.strip() in options:
-            raise UserError(f"--set {key.strip()} is given twice; give it once")
+            raise UserError(f"option {key.strip()} is given twice; give it once")
         try:
             options[key.strip()] = yaml.safe_load(text)
         except yaml.YAMLError:

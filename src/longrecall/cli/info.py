@@ -1,15 +1,16 @@
-"""`longrecall info`: what a checkpoint is: layers, parameters, state, surgery."""
+"""`longrecall info`: what a checkpoint, or the description of a model, is: layers, parameters, state, surgery."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from longrecall.units import parse_length
 
 if TYPE_CHECKING:
-    from longrecall.models.checkpoint import Checkpoint
+    from longrecall.models.config import RecurrentConfig
 
 HELP = "show a checkpoint's layers, parameters, state size and surgery history"
 EXAMPLE = "longrecall info bigger/ --context 64k"
@@ -17,7 +18,9 @@ EXAMPLE = "longrecall info bigger/ --context 64k"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
-    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint folder or hub id")
+    parser.add_argument(
+        "checkpoint", metavar="CKPT", help="a checkpoint folder, a hub id, or FILE.json (a model description)"
+    )
     parser.add_argument(
         "--context",
         default=None,
@@ -31,19 +34,29 @@ def run(args: argparse.Namespace) -> int:
     """Print the account of a checkpoint, return the exit code. Reads no weights."""
     context = None if args.context is None else parse_length(args.context)
     from longrecall.models.checkpoint import open_checkpoint
+    from longrecall.models.description import is_description, read_description
 
-    facts = describe(open_checkpoint(args.checkpoint), args.checkpoint, context)
+    if is_description(args.checkpoint):
+        facts = describe(read_description(args.checkpoint), (), args.checkpoint, context)
+    else:
+        checkpoint = open_checkpoint(args.checkpoint)
+        facts = describe(checkpoint.config, checkpoint.surgery, args.checkpoint, context)
     print(json.dumps(facts, indent=2) if args.json else as_text(facts))
     return 0
 
 
-def describe(checkpoint: Checkpoint, path: str, context: int | None) -> dict[str, Any]:
+def describe(
+    config: RecurrentConfig, surgery: Sequence[dict[str, Any]], path: str, context: int | None
+) -> dict[str, Any]:
     """Return everything that `info` shows as plain data; `context` None = the training context, or 4096."""
     from longrecall.models import accounting
 
-    config = checkpoint.config
     total = accounting.account(config)
     tokens = context or config.context_length or 4096
+    cache, transformer = (
+        accounting.key_value_cache_size(config, tokens),
+        accounting.transformer_cache_size(config, tokens),
+    )
     return {
         "path": path,
         "parameters": total.parameters,
@@ -65,11 +78,16 @@ def describe(checkpoint: Checkpoint, path: str, context: int | None) -> dict[str
         ],
         "key_value_cache": {
             "context": tokens,
-            "bytes": accounting.CACHE_BYTES * accounting.key_value_cache_size(config, tokens),
-            "transformer_bytes": accounting.CACHE_BYTES * accounting.transformer_cache_size(config, tokens),
+            "numbers": cache,
+            "average_numbers": accounting.average_key_value_cache_size(config, tokens),
+            "bytes": accounting.CACHE_BYTES * cache,
+            "transformer_numbers": transformer,
+            "transformer_average_numbers": transformer / 2,
+            "transformer_bytes": accounting.CACHE_BYTES * transformer,
+            "transformer_to_state": accounting.state_ratio(config, tokens),
             "state_equals_tokens": accounting.equivalent_context(config, total.state_size),
         },
-        "surgery": list(checkpoint.surgery),
+        "surgery": list(surgery),
     }
 
 
@@ -94,13 +112,26 @@ def as_text(facts: dict[str, Any]) -> str:
         *aligned(rows, left=3),
         "",
         f"training context   {f'{context:,} tokens' if context else 'not recorded'}",
-        f"recurrent state    {as_bytes(facts['state_bytes'])} per sequence in float32, at any length",
-        f"key-value cache    {as_bytes(cache['bytes'])} at {cache['context']:,} tokens (attention layers, 16 bit)",
-        f"for comparison     a Transformer of this width and depth caches {as_bytes(cache['transformer_bytes'])} there;"
-        f" the state equals {cache['state_equals_tokens']:,.1f} of its tokens",
+        f"recurrent state    {as_bytes(facts['state_bytes'])} per sequence in float32, at any length:"
+        f" {facts['state_size']:,} numbers",
+        f"key-value cache    {as_bytes(cache['bytes'])} at {cache['context']:,} tokens (attention layers, 16 bit):"
+        f" {cache['numbers']:,} numbers",
+        f"for comparison     a Transformer of this width and depth caches {as_bytes(cache['transformer_bytes'])} there:"
+        f" {cache['transformer_numbers']:,} numbers",
+        f"  in bytes         the state equals {cache['state_equals_tokens']:,.1f} of its tokens",
+        *_average_lines(cache),
         "surgery            " + ("none" if not facts["surgery"] else ""),
     ]
     return "\n".join(line.rstrip() for line in [*lines, *map(_surgery_line, facts["surgery"])])
+
+
+def _average_lines(cache: dict[str, Any]) -> list[str]:
+    ratio = cache["transformer_to_state"]
+    if ratio is None:
+        return []
+    return [
+        f"  in numbers       its cache holds, on average over that context, {ratio:,.2f} times as many as the state"
+    ]
 
 
 def _surgery_line(record: dict[str, Any]) -> str:

@@ -12,12 +12,19 @@ from numpy.typing import NDArray
 from longrecall.diagnostics.divergence import DivergenceWatch
 from longrecall.diagnostics.streaming import Segment, forward, rows_at_once, segment_ends, segment_size
 from longrecall.errors import UserError
+from longrecall.evaluation.recall_search import THRESHOLDS, holds, maximum_lengths
 from longrecall.evaluation.statistics import wilson_interval
 from longrecall.tasks.encoding import IGNORE, PieceEncoder, Sample
 from longrecall.tasks.passkey import Passkey
 
-THRESHOLDS = (0.5, 0.6, 0.7, 0.8)
-"""The head-wise expansion paper's: the maximum recall length for t is the longest whose accuracy stays above t."""
+__all__ = [
+    "THRESHOLDS",
+    "maximum_lengths",
+    "recall_length",
+    "recall_lengths",
+    "samples_at",
+    "tokens_to_read",
+]
 
 TOKENS_PER_LENGTH = 40960
 """Short lengths get all samples, long ones as many as fit, so that no length takes much longer than another."""
@@ -29,35 +36,12 @@ def recall_lengths(task: Passkey, encode: PieceEncoder, longest: int, training_l
     Raises `UserError` when not even `longest` holds the needle and the question.
     """
     lengths = {longest >> power for power in range(longest.bit_length())} | {min(training_length, longest)}
-    return sorted(length for length in lengths if length == longest or _fits(task, encode, length))
-
-
-def _fits(task: Passkey, encode: PieceEncoder, length: int) -> bool:
-    try:
-        task.sample(encode, {"length": length, "depth": 0.0}, 0, 0)
-    except UserError:
-        return False
-    return True
+    return sorted(length for length in lengths if length == longest or holds(task, encode, length))
 
 
 def samples_at(length: int, samples: int, depths: int) -> int:
     """Return how many keys are asked at each depth: `samples` over all depths, fewer for long prompts, at least 2."""
     return max(1, min(2, samples // depths), min(samples, TOKENS_PER_LENGTH // length) // depths)
-
-
-def maximum_lengths(points: Sequence[dict[str, Any]]) -> dict[str, int | None]:
-    """Return threshold -> the longest length such that it and all shorter ones are above it; None where none is.
-
-    Lengths whose accuracy is unknown (None) count as failures.
-    """
-    best: dict[str, int | None] = {}
-    for threshold in THRESHOLDS:
-        best[str(threshold)] = None
-        for point in sorted(points, key=lambda point: int(point["length"])):
-            if point["value"] is None or point["value"] <= threshold:
-                break
-            best[str(threshold)] = int(point["length"])
-    return best
 
 
 def recall_length(

@@ -1,6 +1,7 @@
 """Measuring what a model recalls, and how well it predicts text by position."""
 
 from longrecall.evaluation.checkpoint import evaluate_checkpoint
+from longrecall.evaluation.comparison import compare_files
 from longrecall.evaluation.engine import evaluate
 from longrecall.evaluation.results import capacity, check_result, read_result, summarise
 from longrecall.evaluation.statistics import (
@@ -16,6 +17,7 @@ __all__ = [
     "capacity",
     "check_result",
     "clustered_wilson_interval",
+    "compare_files",
     "evaluate",
     "evaluate_checkpoint",
     "read_result",

@@ -10,6 +10,7 @@ import torch
 
 from longrecall.errors import UserError
 from longrecall.evaluation.engine import create_tasks, describe_model, evaluate
+from longrecall.evaluation.parallel import Ranks
 from longrecall.files import check_writable
 from longrecall.models.byte_tokenizer import VOCABULARY, byte_tokenizer
 from longrecall.models.checkpoint import open_checkpoint
@@ -50,18 +51,22 @@ def evaluate_checkpoint(
     text: str | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     out: str | Path | None = None,
+    ranks: Ranks | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Load the checkpoint at `path` (a folder or a hub id) and `evaluate` it, which explains the other arguments.
 
-    `device` None means CUDA where there is one, else the CPU; `dtype` None means as stored. What can be checked without
-    the model is checked before it is loaded.
+    `device` None means CUDA where there is one (with several processes on a machine, one GPU each), else the CPU;
+    `dtype` None means as stored. What can be checked without the model is checked before it is loaded.
     """
     chosen = create_tasks(tasks, text, options)
     if out is not None:
         check_writable(out)
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config.vocab_size)
+    device = (ranks or Ranks()).device(device)
     model = load(path, dtype=dtype, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
     about = describe_model(model, str(path), checkpoint.surgery)
-    return evaluate(model, tokenizer, chosen, lengths, samples, seed, out=out, checkpoint=about, **settings)
+    return evaluate(
+        model, tokenizer, chosen, lengths, samples, seed, out=out, checkpoint=about, ranks=ranks, **settings
+    )

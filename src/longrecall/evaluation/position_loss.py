@@ -3,75 +3,114 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from longrecall.evaluation.memory import Room
+from longrecall.evaluation.outcomes import pack_scores
 from longrecall.evaluation.reading import read_predictions
 from longrecall.evaluation.statistics import Interval, bootstrap_ratio_interval
 from longrecall.evaluation.token_bytes import tokenize_with_bytes
 from longrecall.tasks.bits_per_byte import BitsPerByte
+from longrecall.tasks.encoding import cell_key
 
 
 class PositionLoss:
     """The windows of one text, read once at the longest length."""
 
-    def __init__(self, task: BitsPerByte, tokenizer: Any, lengths: list[int], samples: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        task: BitsPerByte,
+        tokenizer: Any,
+        lengths: list[int],
+        samples: int,
+        seed: int,
+        room: Room,
+    ) -> None:
         self.cells = task.cells(lengths)
-        self.length = max(lengths)
+        self.tokens = max(lengths)
+        self.key = cell_key(task.name, {"length": self.tokens})
         ids, sizes = tokenize_with_bytes(tokenizer, task.text)
-        starts = task.window_starts(len(ids), self.length, samples)
-        columns = starts[:, None] + np.arange(self.length)
+        starts = task.window_starts(len(ids), self.tokens, samples)
+        columns = starts[:, None] + np.arange(self.tokens)
         self.ids: NDArray[np.int64] = ids[columns]
         self.bytes: NDArray[np.int64] = sizes[columns]
+        self.count = len(self.ids)
+        self.align = room.rows(self.tokens, self.tokens)
+        self._model, self._seed, self._room = model, seed, room
 
-    @property
-    def tokens(self) -> int:
-        """All tokens to read."""
-        return int(self.ids.size)
+    def run(self, indexes: Sequence[int], advance: Callable[[int], object]) -> Iterator[dict[int, dict[str, Any]]]:
+        """Read these windows; yield ``{"nats", "finite"}`` of each, a number per range, batch by batch.
 
-    def run(
-        self, model: Any, batch_tokens: int, segment_tokens: int, seed: int, advance: Callable[[int], object]
-    ) -> list[dict[str, Any]]:
+        A batch is always `align` windows from a multiple of it on, also where only some of them are asked for: a loss
+        depends a little on the batch, and should not depend on where an earlier run was interrupted.
+        """
+        for block in sorted({index // self.align for index in indexes}):
+            windows = list(range(block * self.align, min(self.count, (block + 1) * self.align)))
+            found = self._room.run(windows, self._read, self.tokens)
+            yield dict(zip(windows, found, strict=True))
+            advance(len(windows) * self.tokens)
+
+    def _read(self, windows: list[int]) -> list[dict[str, Any]]:
+        block = self.ids[windows]
+        read = read_predictions(self._model, block, block, self._room.segment_tokens, margins=False)
+        loss = np.zeros(block.shape)
+        finite = np.ones(block.shape, dtype=np.bool_)
+        loss[read.row, read.column] = read.loss
+        finite[read.row, read.column] = read.finite
+        whole = np.stack([finite[:, _scored(cell)].all(axis=1) for cell in self.cells], axis=1)
+        nats = np.stack([loss[:, _scored(cell)].sum(axis=1) for cell in self.cells], axis=1)
+        nats[~whole] = 0.0
+        return [{"nats": a, "finite": b} for a, b in zip(nats.tolist(), whole.tolist(), strict=True)]
+
+    def entries(self, records: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
         """Return two result entries per range of positions: ``bits_per_byte`` and ``perplexity`` (per token).
 
         The first token of a window has nothing before it and counts neither in the loss nor in the bytes.
         """
-        rows = max(1, batch_tokens // min(self.length, segment_tokens))
-        loss = np.zeros(self.ids.shape)
-        finite = np.ones(self.ids.shape, dtype=np.bool_)
-        for start in range(0, len(self.ids), rows):
-            block = self.ids[start : start + rows]
-            read = read_predictions(model, block, block, segment_tokens)
-            loss[start + read.row, read.column] = read.loss
-            finite[start + read.row, read.column] = read.finite
-            advance(int(block.size))
+        nats = np.array([records[index]["nats"] for index in range(self.count)])
+        finite = np.array([records[index]["finite"] for index in range(self.count)])
         entries: list[dict[str, Any]] = []
-        for cell in self.cells:
-            scored = slice(max(1, int(cell["start"])), int(cell["end"]))
-            entries += _entries(cell, loss[:, scored], self.bytes[:, scored], finite[:, scored], seed)
+        for place, cell in enumerate(self.cells):
+            sizes = self.bytes[:, _scored(cell)]
+            entries += _entries(cell, nats[:, place], sizes.sum(axis=1), sizes.shape[1], finite[:, place], self._seed)
         return entries
+
+
+def _scored(cell: dict[str, int | float]) -> slice:
+    return slice(max(1, int(cell["start"])), int(cell["end"]))
 
 
 def _entries(
     cell: dict[str, int | float],
-    loss: NDArray[np.float64],
-    sizes: NDArray[np.int64],
+    nats: NDArray[np.float64],
+    byte_counts: NDArray[np.int64],
+    positions: int,
     finite: NDArray[np.bool_],
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Return the entries of one range; `loss` in nats, all arrays [windows, positions]."""
-    diverged = int((~finite.all(axis=1)).sum())
-    common = {"count": int(loss.size), "sequences": len(loss), "bytes": int(sizes.sum()), "diverged": diverged}
-    nats, byte_counts = loss.sum(axis=1), sizes.sum(axis=1)
-    tokens = np.full(len(loss), loss.shape[1])
+    """Return the entries of one range of `positions` tokens; all arrays [windows]."""
+    diverged = int((~finite).sum())
+    windows = len(nats)
+    common = {
+        "count": windows * positions,
+        "sequences": windows,
+        "bytes": int(byte_counts.sum()),
+        "diverged": diverged,
+    }
+    tokens = np.full(windows, positions)
     bits, bits_interval = _ratio(nats / math.log(2), byte_counts, diverged, seed)
     mean, mean_interval = _ratio(nats, tokens, diverged, seed)
+    # Of the two metrics one is enough to compare files by: perplexity is the same loss on another scale.
+    outcomes = None if diverged else pack_scores(nats / math.log(2), byte_counts)
     return [
         {"task": "bits_per_byte", "cell": dict(cell), "metric": "bits_per_byte", "value": bits, **_ends(bits_interval)}
-        | common,
+        | common
+        | ({} if outcomes is None else {"outcomes": outcomes}),
         {
             "task": "bits_per_byte",
             "cell": dict(cell),

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import platform
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from longrecall.errors import UserError
+from longrecall.evaluation.outcomes import unpack
+from longrecall.evaluation.statistics import bootstrap_ratio_interval
 
 SCHEMA = 1
+GENERATOR = {"samples": "sha256, PCG64, doubles; version 1", "intervals": "PCG64, doubles; version 1"}
+"""How samples (`longrecall.tasks.encoding.sample_generator`) and resamples are drawn; a change makes a new version."""
 CAPACITY_THRESHOLD = 0.9
-_AVERAGED = {"passkey": ("length",), "copying": ("length",), "babilong": ("task", "length")}
-"""Tasks whose accuracy is averaged over cells, and the parts of a cell by which it is averaged too."""
+_PARTS_OF_CELLS = ("task", "length")
+"""Parts of a cell by which a task is averaged too, beside the average over all its cells."""
+_OWN_SUMMARY = ("phonebook", "bits_per_byte")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -68,6 +76,26 @@ def _entry_problem(entry: Any) -> str:
     return ""
 
 
+def definition(name: str, version: int, options: Mapping[str, Any]) -> str:
+    """Return the sha256 (hex) of a task definition: its name, its version and its options as plain JSON values.
+
+    Equal definitions with an equal seed ask the same questions; an option that is left out is not one at its default.
+    """
+    plain = {"name": name, "version": version, "options": options}
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def definitions(tasks: Iterable[Any], options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the "task_definition" and "generator" parts of a result file.
+
+    `tasks`: task objects with `name` and, where it is not 1, `version`; `options`: those of each by name, as recorded
+    under "settings".
+    """
+    hashed = {task.name: definition(task.name, getattr(task, "version", 1), options[task.name]) for task in tasks}
+    return {"task_definition": hashed, "generator": dict(GENERATOR)}
+
+
 def environment(device: str) -> dict[str, str]:
     """Return the versions and the hardware that a result was measured with."""
     import torch
@@ -107,30 +135,81 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, float | int | None]:
     """Return the headline numbers of result entries, by dotted name.
 
     ``phonebook.capacity`` (at the shortest distance; ``phonebook.capacity.distance=N`` for the others),
-    ``passkey.accuracy`` and ``passkey.accuracy.length=N`` (means over cells; likewise for copying and babilong, the
-    latter also by ``task=qa1``), ``bits_per_byte`` (over all positions).
+    ``bits_per_byte`` (over all positions), and of every other task the mean over cells of its first metric, such as
+    ``passkey.accuracy``, also by length and by type of question where cells say them: ``passkey.accuracy.length=512``,
+    ``babilong.accuracy.task=qa1``.
     """
     summary: dict[str, float | int | None] = {}
-    books = [entry for entry in results if entry["task"] == "phonebook"]
-    for place, distance in enumerate(sorted({entry["cell"]["distance"] for entry in books})):
-        cells = {e["cell"]["pairs"]: e["value"] for e in books if e["cell"]["distance"] == distance}
-        summary["phonebook.capacity" + (f".distance={distance}" if place else "")] = capacity(cells)
-    for task, keys in _AVERAGED.items():
-        cells_of_task = [entry for entry in results if entry["task"] == task and entry["metric"] == "accuracy"]
-        if cells_of_task:
-            summary[f"{task}.accuracy"] = _mean([entry["value"] for entry in cells_of_task])
-        for key in keys:
-            for place in sorted({entry["cell"][key] for entry in cells_of_task}):
-                summary[f"{task}.accuracy.{key}={place}"] = _mean(
-                    [entry["value"] for entry in cells_of_task if entry["cell"][key] == place]
-                )
-    ranges = [entry for entry in results if entry["task"] == "bits_per_byte" and entry["metric"] == "bits_per_byte"]
+    for name, entries in _capacities(results).items():
+        summary[name] = capacity({entry["cell"]["pairs"]: entry["value"] for entry in entries})
+    for name, entries in _averages(results).items():
+        summary[name] = _mean([entry["value"] for entry in entries])
+    ranges = _ranges(results)
     if ranges:
-        values = [entry["value"] for entry in ranges]
         total = sum(entry["bytes"] for entry in ranges)
-        complete = None not in values and total > 0
+        complete = None not in [entry["value"] for entry in ranges] and total > 0
         summary["bits_per_byte"] = sum(e["value"] * e["bytes"] for e in ranges) / total if complete else None
     return summary
+
+
+def summary_intervals(results: list[dict[str, Any]]) -> dict[str, list[float | int]]:
+    """Return [low, high], 95%, of each number of `summarise` that has an interval.
+
+    A mean over cells: the half-widths of independent cells add in squares. Bits per byte: bootstrap over windows, each
+    with all its positions. A capacity: what it would be with every cell at its lower, and at its upper, end; that is
+    wider than 95% asks for, because all cells do not stray to one side together.
+    """
+    intervals: dict[str, list[float | int]] = {}
+    for name, entries in _capacities(results).items():
+        ends = [capacity({entry["cell"]["pairs"]: entry[end] for entry in entries}) for end in ("low", "high")]
+        if all(entry["value"] is not None for entry in entries):
+            intervals[name] = list(ends)
+    for name, entries in _averages(results).items():
+        mean = _mean([entry["value"] for entry in entries])
+        if mean is not None and all(entry[end] is not None for entry in entries for end in ("low", "high")):
+            below = math.hypot(*(entry["value"] - entry["low"] for entry in entries)) / len(entries)
+            above = math.hypot(*(entry["high"] - entry["value"] for entry in entries)) / len(entries)
+            intervals[name] = [mean - below, mean + above]
+    ranges = [unpack(e["outcomes"], "bits_per_byte") for e in _ranges(results) if e.get("outcomes")]
+    if ranges and len(ranges) == len(_ranges(results)) and len({len(part.scores) for part in ranges}) == 1:
+        bits, sizes = (sum(column) for column in zip(*((part.scores, part.weights) for part in ranges), strict=True))
+        interval = bootstrap_ratio_interval(bits, sizes)
+        if interval is not None:
+            intervals["bits_per_byte"] = list(interval)
+    return intervals
+
+
+_Groups = dict[str, list[dict[str, Any]]]
+
+
+def _capacities(results: list[dict[str, Any]]) -> _Groups:
+    books = [entry for entry in results if entry["task"] == "phonebook" and entry["metric"] == "accuracy"]
+    groups: _Groups = {}
+    for place, distance in enumerate(sorted({entry["cell"]["distance"] for entry in books})):
+        name = "phonebook.capacity" + (f".distance={distance}" if place else "")
+        groups[name] = [entry for entry in books if entry["cell"]["distance"] == distance]
+    return groups
+
+
+def _averages(results: list[dict[str, Any]]) -> _Groups:
+    """Return the entries behind each mean: of the first metric of each task, and parts of them."""
+    groups: _Groups = {}
+    metrics: dict[str, str] = {}
+    for entry in results:
+        metrics.setdefault(entry["task"], entry["metric"])
+    for task, metric in metrics.items():
+        if task in _OWN_SUMMARY:
+            continue
+        entries = [entry for entry in results if (entry["task"], entry["metric"]) == (task, metric)]
+        groups[f"{task}.{metric}"] = entries
+        for key in _PARTS_OF_CELLS:
+            for place in sorted({entry["cell"][key] for entry in entries if key in entry["cell"]}):
+                groups[f"{task}.{metric}.{key}={place}"] = [e for e in entries if e["cell"].get(key) == place]
+    return groups
+
+
+def _ranges(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [entry for entry in results if entry["task"] == "bits_per_byte" and entry["metric"] == "bits_per_byte"]
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -8,6 +8,8 @@ rounding between two ways to compute one logit).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,32 +17,42 @@ from longrecall.evaluation.reading import Predictions
 from longrecall.tasks.encoding import answer_spans
 
 
-def score_answers(
-    labels: list[NDArray[np.int64]], predictions: Predictions
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return (right answers, answers, diverged) of each sequence, [sequences] each.
+@dataclass(frozen=True)
+class Scores:
+    """Of each sequence, [sequences] each: right answers, answers, right tokens, labelled tokens.
 
-    `labels`: the labels of each row, unpadded. A sequence diverged when a scored logit was not finite; an answer with
-    such a logit is wrong.
+    `diverged`: a scored logit was not finite; an answer with such a logit is wrong. `close`: rounding could change the
+    number of right answers; `close_tokens`: ... of right tokens.
     """
-    right = np.zeros(len(labels), dtype=np.int64)
-    asked = np.zeros(len(labels), dtype=np.int64)
-    diverged = np.zeros(len(labels), dtype=np.bool_)
-    for row, row_labels in enumerate(labels):
-        mine = predictions.row == row
-        correct = np.zeros(len(row_labels), dtype=np.bool_)
-        correct[predictions.column[mine]] = predictions.right[mine]
-        spans = answer_spans(row_labels)
-        asked[row] = len(spans)
-        right[row] = sum(bool(correct[start:end].all()) for start, end in spans)
-        diverged[row] = not predictions.finite[mine].all()
-    return right, asked, diverged
+
+    right: NDArray[np.int64]
+    asked: NDArray[np.int64]
+    right_tokens: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    diverged: NDArray[np.bool_]
+    close: NDArray[np.bool_]
+    close_tokens: NDArray[np.bool_]
 
 
-def score_tokens(
-    labels: list[NDArray[np.int64]], predictions: Predictions
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (right tokens, labelled tokens) of each sequence, [sequences] each; arguments as of `score_answers`."""
-    right = np.bincount(predictions.row[predictions.right], minlength=len(labels)).astype(np.int64)
-    asked = np.bincount(predictions.row, minlength=len(labels)).astype(np.int64)
-    return right, asked
+def score(labels: list[NDArray[np.int64]], predictions: Predictions) -> Scores:
+    """Return what a batch got right; `labels`: the labels of each row, unpadded."""
+    rows = [_score_row(row_labels, predictions, predictions.row == row) for row, row_labels in enumerate(labels)]
+    counts = np.array([row[:4] for row in rows], dtype=np.int64).T
+    flags = np.array([row[4:] for row in rows], dtype=np.bool_).T
+    return Scores(counts[0], counts[1], counts[2], counts[3], flags[0], flags[1], flags[2])
+
+
+def _score_row(
+    labels: NDArray[np.int64], predictions: Predictions, mine: NDArray[np.bool_]
+) -> tuple[int, int, int, int, bool, bool, bool]:
+    columns = predictions.column[mine]
+    correct = np.zeros(len(labels), dtype=np.bool_)
+    correct[columns] = predictions.right[mine]
+    close = np.zeros(len(labels), dtype=np.bool_)
+    close[columns] = predictions.close[mine]
+    spans = answer_spans(labels)
+    right = sum(bool(correct[start:end].all()) for start, end in spans)
+    # A token that is clearly wrong settles its answer, however close the others are.
+    open_answers = any(bool(close[a:b].any() and (correct[a:b] | close[a:b]).all()) for a, b in spans)
+    diverged = not predictions.finite[mine].all()
+    return right, len(spans), int(correct.sum()), len(columns), diverged, open_answers, bool(close.any())

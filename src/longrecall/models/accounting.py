@@ -93,6 +93,9 @@ def describe_sizes(mixer: dict[str, Any], mlp_size: int = 0) -> str:
         changed = {key: value for key, value in new.items() if value != old.get(key)}
         return f"{old['type']} {describe_sizes(old)} -> {describe_sizes({**changed, 'type': new['type']})}"
     parts = ["merged" if key == "merged" else f"{key}={mixer[key]}" for key in _SHOWN if mixer.get(key)]
+    if expansion := mixer.get("expansion"):
+        parts.append(f"expansion={expansion['kind']}:{expansion['factor']}")
+        parts += [] if expansion["subheads"] else ["subheads=no"]
     return " ".join([*parts, *([f"mlp={mlp_size}"] if mlp_size else [])])
 
 
@@ -111,6 +114,22 @@ def _cache_size(mixer: MixerConfig, context: int) -> int:
     return 2 * int(mixer.kv_heads or mixer.num_heads) * mixer.head_dim * kept
 
 
+def average_key_value_cache_size(config: RecurrentConfig, context: int) -> float:
+    """Return the numbers that those layers cache on average while they read `context` L tokens.
+
+    Source: "Scaling up the State Size of RNN LLMs for Long-Context Scenarios", section 3.1 and appendix A.4: half of
+    the full cache without a window, L * H * (d_qk + d_v) / 2 a layer. With a window W < L it is the mean of min(t, W)
+    times the numbers of a token, W * (1 - W / 2L) times 2 * kv_heads * head_dim, which for long contexts is the paper's
+    W * H * (d_qk + d_v).
+    """
+    total = 0.0
+    for layer in config.layer_configs():
+        if isinstance(layer.mixer, AttentionConfig) and context:
+            kept = context if layer.mixer.window is None else min(context, layer.mixer.window)
+            total += _cache_size(layer.mixer, context) * (1 - kept / (2 * context))
+    return total
+
+
 def transformer_cache_size(config: RecurrentConfig, context: int) -> int:
     """Return the numbers a Transformer of this width and depth would cache for one sequence of `context` tokens.
 
@@ -123,3 +142,13 @@ def equivalent_context(config: RecurrentConfig, state_size: int) -> float:
     """Return at how many tokens that Transformer's cache has the bytes of a recurrent state of `state_size` numbers."""
     per_token = CACHE_BYTES * transformer_cache_size(config, 1)
     return STATE_BYTES * state_size / per_token if per_token else 0.0
+
+
+def state_ratio(config: RecurrentConfig, context: int) -> float | None:
+    """Return the numbers in that Transformer's cache as a multiple of those in the recurrent state; None without state.
+
+    Of the cache its average over `context` L tokens counts, half of the full one: for d_qk = d_v = d and one state a
+    head this is L / d, equation 4 of "Scaling up the State Size of RNN LLMs for Long-Context Scenarios".
+    """
+    state = config.state_size()
+    return transformer_cache_size(config, context) / 2 / state if state else None

@@ -53,6 +53,21 @@ class Findings:
 Block = Table | Plot | Note | Findings
 
 
+_SPOKEN_ROWS = 24
+
+
+def spoken(plot: Plot) -> str:
+    """Return a plot's numbers as sentences for a screen reader: the first lines of its table's cells, row by row."""
+    header, rows = plot.data.header, plot.data.rows
+    sentences = [
+        ", ".join(f"{name} {cell.splitlines()[0]}" for name, cell in zip(header, row, strict=True) if cell)
+        for row in rows[:_SPOKEN_ROWS]
+    ]
+    rest = len(rows) - len(sentences)
+    more = [f"{rest} more rows are in the table that follows"] if rest else []
+    return ". ".join([plot.data.caption, *sentences, *more]) + "."
+
+
 @dataclass(frozen=True)
 class Section:
     """A heading with its blocks; `id` is its place in the page."""

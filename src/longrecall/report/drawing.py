@@ -10,17 +10,21 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from longrecall.report.inputs import Evaluation, Measurement
 from longrecall.units import format_length
 
 # Dark to light, so that neighbours differ in grey too; after Okabe and Ito's colours for every eye.
-_COLOURS = ("#5b5b5b", "#00548f", "#c45a00", "#00805f", "#a83a80", "#2f9fd6", "#8a6d00", "#1b1b1b")
+_COLOURS = ("#5b5b5b", "#00548f", "#c45a00", "#00805f", "#a83a80", "#2388bd", "#8a6d00", "#1b1b1b")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _LINES: tuple[Any, ...] = ((0, (4, 2)), "-", (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
+_SHADES = LinearSegmentedColormap.from_list("shares", ["#f7fbff", "#6aaed6", "#0b4f95"])
+"""White to blue; its grey falls all the way, so that the order of shades survives a grey printer."""
 INK, _FAINT = "#222222", "#d4d4d4"
 SETTINGS: Any = {
     "svg.fonttype": "none",
@@ -54,7 +58,8 @@ def line_style(index: int) -> dict[str, Any]:
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "marker": _MARKERS[index % len(_MARKERS)],
-        "linestyle": _LINES[index % len(_LINES)],
+        # The ninth series has the first colour and marker again, but another line.
+        "linestyle": _LINES[(index + index // len(_COLOURS)) % len(_LINES)],
         "linewidth": 1.7,
         "markersize": 5.5,
     }
@@ -97,10 +102,11 @@ def measured(evaluations: Sequence[Evaluation], task: str, metric: str) -> list[
     return [(index, entry.label) for index, entry in enumerate(evaluations) if entry.of(task, metric)]
 
 
-def add_legend(figure: Figure, series: Sequence[tuple[int, str]]) -> None:
-    """Put a legend over the figure: `series` are (style index, label)."""
+def add_legend(figure: Figure, series: Sequence[tuple[int, str]], lines: bool = True) -> None:
+    """Put a legend over the figure: `series` are (style index, label); without `lines` it shows the markers alone."""
     # Made by hand: matplotlib would leave out labels that begin with an underscore.
-    handles = [Line2D([], [], **line_style(index)) for index, _ in series]
+    plain = {} if lines else {"linestyle": ""}
+    handles = [Line2D([], [], **line_style(index) | plain) for index, _ in series]
     labels = [label for _, label in series]
     figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, handlelength=3.2)
 
@@ -122,6 +128,27 @@ def to_svg(figure: Figure, name: str, title: str) -> str:
     return text.replace("<svg", opening, 1).replace(">", f'><title id="{name}-title">{escape(title)}</title>', 1)
 
 
+def describe(svg: str, text: str) -> str:
+    """Return an element of `to_svg` with `text` as its description, for those who hear the page."""
+    titled = re.match(r'<svg role="img" aria-labelledby="(.+?)-title"', svg)
+    if titled is None:
+        raise ValueError("this is no element of to_svg")
+    place = f"{titled[1]}-desc"
+    named = f'{titled[0]} aria-describedby="{place}"{svg[titled.end() :]}'
+    return named.replace("</title>", f'</title><desc id="{place}">{escape(text)}</desc>', 1)
+
+
+def contrast(one: Any, other: Any) -> float:
+    """Return the contrast ratio, 1 to 21, of two colours (anything matplotlib takes), as WCAG 2 defines it."""
+    lighter, darker = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def _luminance(colour: Any) -> float:
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
 def heat_map(
     axes: Axes, values: NDArray[np.float64], columns: Sequence[float], rows: Sequence[str], title: str
 ) -> None:
@@ -130,12 +157,23 @@ def heat_map(
     `columns` are lengths in tokens.
     """
     axes.pcolormesh(
-        np.arange(len(columns) + 1), np.arange(len(rows) + 1), values, cmap="Blues", vmin=0, vmax=1.15, edgecolors="w"
+        np.arange(len(columns) + 1), np.arange(len(rows) + 1), values, cmap=_SHADES, vmin=0, vmax=1, edgecolors="w"
     )
     for (row, column), value in np.ndenumerate(values):
-        text = "–" if np.isnan(value) else f"{100 * value:.0f}"
+        unknown = bool(np.isnan(value))
+        shade = "w" if unknown else _SHADES(float(value))
+        if unknown:
+            # Hatched, so that what was not measured is no pale "0" on a grey print.
+            hatched = Rectangle((column, row), 1, 1, facecolor="w", edgecolor=_FAINT, hatch="////", linewidth=0)
+            axes.add_patch(hatched)
         axes.text(
-            column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=9, color="w" if value > 0.6 else INK
+            column + 0.5,
+            row + 0.5,
+            "–" if unknown else f"{100 * value:.0f}",
+            ha="center",
+            va="center",
+            fontsize=9,
+            color=max(("w", "k"), key=lambda ink: contrast(ink, shade)),
         )
     axes.set_xticks(np.arange(len(columns)) + 0.5, [format_length(int(length)) for length in columns])
     axes.set_yticks(np.arange(len(rows)) + 0.5, rows)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
 from longrecall import __version__
 from longrecall.errors import UserError
 from longrecall.files import write_text
+from longrecall.report.blocks import Plot, Section, spoken
 from longrecall.report.inputs import read_inputs
 
 _TITLE = "What the model remembers, before and after"
@@ -42,12 +44,20 @@ def build_report(
     check_extras()
     from jinja2 import Environment, StrictUndefined
 
+    from longrecall.report.drawing import describe
     from longrecall.report.sections import all_sections
+
+    def heard(section: Section) -> Section:
+        blocks = [
+            replace(block, svg=describe(block.svg, spoken(block))) if isinstance(block, Plot) else block
+            for block in section.blocks
+        ]
+        return replace(section, blocks=blocks)
 
     template = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(resources.files("longrecall.report").joinpath("page.html.j2").read_text(encoding="utf-8"))
-    page = template.render(title=title or _TITLE, sections=all_sections(inputs), version=__version__)
+    page = template.render(title=title or _TITLE, sections=list(map(heard, all_sections(inputs))), version=__version__)
     write_text(out, page, "choose another -o")
     return Path(out)
 

@@ -49,10 +49,13 @@ def phonebook_plot(evaluations: Sequence[Evaluation], name: str) -> str:
         return to_svg(figure, name, "Recall by number of pairs: share of queries answered, a line per result file")
 
 
-def passkey_heat_maps(evaluations: Sequence[Evaluation], name: str) -> str:
-    """Return one map per file: accuracy (in numbers and as a shade) by length and depth of the needle."""
-    lengths = sorted({m.cell["length"] for e in evaluations for m in e.of("passkey", "accuracy")})
-    depths = sorted({m.cell["depth"] for e in evaluations for m in e.of("passkey", "accuracy")})
+def depth_maps(evaluations: Sequence[Evaluation], task: str, metric: str, name: str, title: str) -> str:
+    """Return one map per file: shares (in numbers and as a shade) by length and depth of the needle.
+
+    Cells of one length and depth that differ in something else are averaged.
+    """
+    lengths = sorted({m.cell["length"] for e in evaluations for m in e.of(task, metric)})
+    depths = sorted({m.cell["depth"] for e in evaluations for m in e.of(task, metric)})
     columns = min(len(evaluations), 2 if len(lengths) > 3 else 3)
     rows = -(-len(evaluations) // columns)
     with mpl.rc_context({**SETTINGS, "axes.spines.left": False, "axes.spines.bottom": False}):
@@ -64,16 +67,18 @@ def passkey_heat_maps(evaluations: Sequence[Evaluation], name: str) -> str:
                 continue
             evaluation = evaluations[place]
             values = np.full((len(depths), len(lengths)), np.nan)
-            for m in evaluation.of("passkey", "accuracy"):
-                if m.value is not None:
-                    values[depths.index(m.cell["depth"]), lengths.index(m.cell["length"])] = m.value
+            for row, depth in enumerate(depths):
+                for column, length in enumerate(lengths):
+                    here = [m for m in evaluation.of(task, metric) if m.cell["length"] == length]
+                    share = mean(m for m in here if m.cell["depth"] == depth).value
+                    values[row, column] = np.nan if share is None else share
             heat_map(axes, values, lengths, [f"{depth:.0%}" for depth in depths], evaluation.label)
             if place % columns == 0:
                 axes.set_ylabel("depth of the needle")
             if place + columns >= len(evaluations):
                 axes.set_xlabel("length in tokens")
                 axes.tick_params(labelbottom=True)
-        return to_svg(figure, name, "Passkey: share of keys recalled by length of the text and depth of the needle")
+        return to_svg(figure, name, title)
 
 
 def passkey_by_length(evaluations: Sequence[Evaluation], name: str) -> str:

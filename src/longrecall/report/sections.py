@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from longrecall.report import diagnosis_sections, length_sections, plots
+from longrecall.report import diagnosis_sections, length_sections, overview_sections, plots
 from longrecall.report.blocks import Block, Note, Plot, Section, Table, with_interval
 from longrecall.report.diagnoses import Diagnosis
 from longrecall.report.inputs import Evaluation, Inputs, Training
@@ -20,6 +20,7 @@ from longrecall.report.summaries import (
 from longrecall.report.tables import PLOTTED, cell_keys, cell_table, measured_by
 
 _MOST_LOG_ROWS = 40
+_PASSKEY_MAP = "Passkey: share of keys recalled by length of the text and depth of the needle"
 
 
 def all_sections(inputs: Inputs) -> list[Section]:
@@ -27,11 +28,14 @@ def all_sections(inputs: Inputs) -> list[Section]:
     makers = (
         headline,
         control,
+        overview_sections.slopes,
+        overview_sections.state_size,
         diagnosis_sections.verdict,
         phonebook,
         passkey,
         length_sections.copying,
         length_sections.babilong,
+        length_sections.other_lengths,
         positions,
         diagnosis_sections.perplexity,
         diagnosis_sections.state,
@@ -137,7 +141,7 @@ def passkey(inputs: Inputs) -> Section | None:
                 means,
             ),
             Plot(
-                plots.passkey_heat_maps(inputs.evaluations, "passkey-map"),
+                plots.depth_maps(inputs.evaluations, "passkey", "accuracy", "passkey-map", _PASSKEY_MAP),
                 "The same by depth, in percent: 0% is the beginning of the text, the farthest from the question.",
                 "How to read it: dark cells are recalled; a map that pales towards its top right forgets early text.",
                 cells,
@@ -163,10 +167,11 @@ def positions(inputs: Inputs) -> Section | None:
 def other_tasks(inputs: Inputs) -> Section | None:
     """Every metric without a plot of its own, as tables."""
     metrics = dict.fromkeys((m.task, m.metric) for e in inputs.evaluations for m in e.measurements)
+    drawn = PLOTTED | length_sections.drawn(inputs.evaluations)
     blocks = [
         cell_table(inputs.evaluations, task, metric, cell_keys(inputs.evaluations, task, metric))
         for task, metric in metrics
-        if (task, metric) not in PLOTTED
+        if (task, metric) not in drawn
     ]
     return Section("more", "More measurements", blocks) if blocks else None
 

@@ -117,9 +117,20 @@ def _cells(evaluations: Sequence[Evaluation], task: str, metric: str) -> list[Me
     return [cell for evaluation in evaluations for cell in evaluation.of(task, metric)]
 
 
+def recorded(evaluation: Evaluation, name: str) -> Number:
+    """Return a number of the file's summary with its interval, where the file has them."""
+    value = evaluation.data["summary"].get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return Number(None)
+    intervals = evaluation.data.get("summary_intervals")
+    ends = intervals.get(name) if isinstance(intervals, dict) else None
+    if isinstance(ends, list) and len(ends) == 2 and all(isinstance(end, int | float) for end in ends):
+        return Number(float(value), float(ends[0]), float(ends[1]))
+    return Number(float(value))
+
+
 def _capacity(evaluation: Evaluation) -> Number:
-    value = evaluation.data["summary"].get("phonebook.capacity")
-    return Number(float(value) if isinstance(value, int | float) else None)
+    return recorded(evaluation, "phonebook.capacity")
 
 
 def _over(

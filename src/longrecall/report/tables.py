@@ -31,8 +31,13 @@ def cell_keys(evaluations: Iterable[Evaluation], task: str, metric: str) -> tupl
     return tuple(dict.fromkeys(key for e in evaluations for m in e.of(task, metric) for key in m.cell))
 
 
-def cell_table(evaluations: Sequence[Evaluation], task: str, metric: str, keys: tuple[str, ...]) -> Table:
-    """Return a row per cell and a column per file; `keys` first, whatever else a cell says after them."""
+def cell_table(
+    evaluations: Sequence[Evaluation], task: str, metric: str, keys: tuple[str, ...], hidden: bool | None = None
+) -> Table:
+    """Return a row per cell and a column per file; `keys` first, whatever else a cell says after them.
+
+    `hidden` None: folded away iff it is among `PLOTTED`.
+    """
     columns = tuple(dict.fromkeys([*keys, *cell_keys(evaluations, task, metric)]))
     found: dict[tuple[Any, ...], dict[str, Measurement]] = {}
     for evaluation in evaluations:
@@ -46,8 +51,9 @@ def cell_table(evaluations: Sequence[Evaluation], task: str, metric: str, keys: 
             number = Number(None) if measured is None else Number(measured.value, measured.low, measured.high)
             texts.append(with_interval(number) + (f"\nn = {measured.count:,}" if measured else ""))
         rows.append(tuple(texts))
+    folded = (task, metric) in PLOTTED if hidden is None else hidden
     header = (*columns, *(evaluation.label for evaluation in evaluations))
-    return Table(f"{task}: {metric.replace('_', ' ')}", header, tuple(rows), hidden=(task, metric) in PLOTTED)
+    return Table(f"{task}: {metric.replace('_', ' ')}", header, tuple(rows), folded)
 
 
 def _cell_order(cell: Sequence[Any]) -> tuple[tuple[bool, float, str], ...]:

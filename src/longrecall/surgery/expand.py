@@ -17,7 +17,7 @@ from longrecall import __version__
 from longrecall.errors import UserError
 from longrecall.models.accounting import ModelAccount, account
 from longrecall.models.config import RecurrentConfig
-from longrecall.surgery import grow_state, merge_heads
+from longrecall.surgery import grow_state, merge_heads, subheads
 from longrecall.surgery.fresh import layer_generator
 from longrecall.surgery.handover import finished_config
 from longrecall.surgery.layer_selection import select_layers
@@ -28,8 +28,8 @@ from longrecall.surgery.summary import ExpansionSummary, layer_changes
 if TYPE_CHECKING:
     from longrecall.models.checkpoint import Checkpoint
 
-# The two modules register their methods when they are imported; naming them keeps the imports from looking unused.
-BUILT_IN = (merge_heads.METHOD, grow_state.METHOD)
+# The modules register their methods when they are imported; naming them keeps the imports from looking unused.
+BUILT_IN = (merge_heads.METHOD, grow_state.METHOD, subheads.METHOD)
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(mixer\..+|mixer_norm\.weight)")
 
@@ -77,7 +77,7 @@ def expand(
     Args:
         src: checkpoint folder (or whatever `longrecall.load` takes); it is never changed.
         dst: output folder. It appears complete at the end or not at all.
-        method: `merge_heads` (GLA, RetNet) or `grow_state` (Mamba-2).
+        method: `merge_heads` (GLA, RetNet), `grow_state` (Mamba-2) or `subheads` (Gated DeltaNet, DeltaNet, GLA).
         layers: `every:M`, `first:N`, `all`, `0,6,12`, or indices.
         init: `preserve`, `perturb`, `handover`, `reinit` or `inherit`; the modules of the methods say what each does.
         seed: of all fresh numbers; a layer's numbers do not depend on which other layers are chosen.

@@ -44,6 +44,8 @@ OPTIONS = (
 def plan(mixer: MixerDescription, init: str, options: Mapping[str, Any]) -> Plan:
     """Return the merged description of a `gla` or `retnet` mixer; raise UserError when there is nothing to merge."""
     heads = int(mixer["num_heads"])
+    if mixer.get("expansion"):
+        raise UserError("its heads are expanded, which merging does not know; choose other layers")
     if mixer["merged"]:
         raise UserError(f"its {heads} heads are merged already and share one state; choose other layers")
     if heads == 1:

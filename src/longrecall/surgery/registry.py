@@ -42,6 +42,7 @@ class Option:
     help: str
     least: float | None = None
     above: float | None = None
+    most: float | None = None
     choices: tuple[str, ...] = ()
     default_by_init: tuple[tuple[str, Any], ...] = ()
     excludes: str = ""
@@ -66,6 +67,8 @@ class Option:
                 raise UserError(f"option {self.name}: {value} is too small; it must be at least {self.least:g}")
             if self.above is not None and value <= self.above:
                 raise UserError(f"option {self.name}: {value} is too small; it must be above {self.above:g}")
+            if self.most is not None and value > self.most:
+                raise UserError(f"option {self.name}: {value} is too large; it must be at most {self.most:g}")
         return value
 
 
@@ -98,10 +101,15 @@ class Method:
     options: tuple[Option, ...]
     plan: PlanFunction
     transform: TransformFunction
+    senseless: tuple[tuple[str, str], ...] = ()
+    """Inits of `INITS` that could mean nothing here, each with the reason."""
 
     def check_init(self, init: str) -> None:
         """Raise UserError when `init` is no init of this method."""
         if init not in self.inits:
+            if init in dict(self.senseless):
+                reason = dict(self.senseless)[init]
+                raise UserError(f"init {init} does not fit {self.name}: {reason}; use {', '.join(self.inits)}")
             hint = did_you_mean(init, self.inits)
             raise UserError(f'init "{init}" is unknown to {self.name}; it knows {", ".join(self.inits)}.{hint}')
 

@@ -6,15 +6,30 @@ from longrecall.tasks.copying import Copying, copying_byte_batch, copying_sequen
 from longrecall.tasks.encoding import (
     IGNORE,
     ByteEncoder,
+    ChoiceSample,
+    GradedSample,
     PieceEncoder,
     QuestionSample,
     Sample,
     answer_spans,
     sample_generator,
 )
-from longrecall.tasks.passkey import Passkey, passkey_byte_batch, passkey_sequence
+from longrecall.tasks.in_context import InContext, MetaICL
+from longrecall.tasks.needles import Needles, prefix_score
+from longrecall.tasks.passkey import Passkey, SpokenPasskey, passkey_byte_batch, passkey_sequence
 from longrecall.tasks.phonebook import Phonebook, phonebook_byte_batch, phonebook_sequence
-from longrecall.tasks.registry import QuestionTask, RecallTask, Task, create_task, register, task_names
+from longrecall.tasks.question_answering import QuestionAnswering
+from longrecall.tasks.registry import (
+    ChoiceTask,
+    GradedTask,
+    QuestionTask,
+    RecallTask,
+    Task,
+    TextMetricTask,
+    create_task,
+    register,
+    task_names,
+)
 from longrecall.tasks.text import read_text
 
 __all__ = [
@@ -22,15 +37,25 @@ __all__ = [
     "Babilong",
     "BitsPerByte",
     "ByteEncoder",
+    "ChoiceSample",
+    "ChoiceTask",
     "Copying",
+    "GradedSample",
+    "GradedTask",
+    "InContext",
+    "MetaICL",
+    "Needles",
     "Passkey",
     "Phonebook",
     "PieceEncoder",
+    "QuestionAnswering",
     "QuestionSample",
     "QuestionTask",
     "RecallTask",
     "Sample",
+    "SpokenPasskey",
     "Task",
+    "TextMetricTask",
     "answer_spans",
     "babilong_byte_batch",
     "babilong_sequence",
@@ -41,6 +66,7 @@ __all__ = [
     "passkey_sequence",
     "phonebook_byte_batch",
     "phonebook_sequence",
+    "prefix_score",
     "read_text",
     "register",
     "sample_generator",

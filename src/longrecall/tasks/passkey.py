@@ -21,7 +21,8 @@ everything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,12 +34,15 @@ from longrecall.tasks.encoding import (
     IGNORE,
     ByteEncoder,
     Cell,
+    GradedSample,
     PieceEncoder,
+    QuestionSample,
     Sample,
     TextEncoder,
     draw_integers,
     sample_generator,
 )
+from longrecall.tasks.needles.grading import HIGHEST_GRADES, found, prefix_score
 
 Ints = NDArray[np.int64]
 
@@ -219,6 +223,7 @@ class Passkey:
     opening: bool = True
 
     name: ClassVar[str] = "passkey"
+    version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         """Check the options before anything runs."""
@@ -238,9 +243,68 @@ class Passkey:
 
     def sample(self, encode: PieceEncoder, cell: Cell, index: int, seed: int) -> Sample:
         """Return sample `index` of `cell`; the same bytes for the same arguments on every platform."""
-        generator = sample_generator(seed, self.name, cell, index)
+        generator = sample_generator(seed, Passkey.name, cell, index)
         frame = _frame(encode, _draw_key(generator, self.digits), self.form, self.opening)
         length = int(cell["length"])
         lines = _lines(frame.room(length), len(frame.noise))
         # Half-way cases go up, as in school: Python's round() would send them to the even neighbour.
         return Sample(*_assemble(frame, length, int(float(cell["depth"]) * lines + 0.5), label_needle=False))
+
+
+@dataclass(frozen=True)
+class SpokenPasskey(Passkey):
+    """The samples of `Passkey`, answered in the model's own words: up to `answer_tokens` tokens.
+
+    `accuracy` is the source's of each form: the key stands anywhere in the answer (``statex``), or is the first run of
+    digits in it (``infinitebench``). ``contains`` is the former for both, ``prefix_score`` RESONA's 0 to 5, in which
+    prefixes of fewer than `shortest_prefix` digits count nothing.
+    """
+
+    answer_tokens: int = 32
+    shortest_prefix: int = 1
+
+    name: ClassVar[str] = "passkey_spoken"
+    highest_grades: ClassVar[Mapping[str, float]] = HIGHEST_GRADES
+
+    def __post_init__(self) -> None:
+        """Check the options before anything runs."""
+        super().__post_init__()
+        for option in ("answer_tokens", "shortest_prefix"):
+            if getattr(self, option) < 1:
+                raise UserError(f"passkey_spoken: {option} must be at least 1, got {getattr(self, option)}")
+
+    def sample(self, encode: PieceEncoder, cell: Cell, index: int, seed: int) -> GradedSample:
+        """Return sample `index` of `cell`, the same tokens as `Passkey` has.
+
+        Raises `UserError` when the tokenizer does not give the key back: then no answer could ever be right.
+        """
+        same = super().sample(encode, cell, index, seed)
+        key = _draw_key(sample_generator(seed, Passkey.name, cell, index), self.digits)
+        tokens = encode.answer(key)[1]
+        back = encode.spelled(tokens)
+        if back is not None and key not in back:
+            raise UserError(
+                f'passkey_spoken: the tokenizer cannot represent the key "{key}": it gives back {back!r}; use the '
+                "tokenizer that belongs to the model"
+            )
+        return GradedSample(same.input_ids, same.labels, "What is the pass key?", key)
+
+    def ended(self, said: str) -> bool:
+        """Return False: the key may come late."""
+        return False
+
+    def settled(self, sample: QuestionSample, said: str) -> bool:
+        """Return whether the key has been said and a first run of digits has come to its end."""
+        return found(sample.target, said) and re.search("[0-9][^0-9]", said) is not None
+
+    def judge(self, cell: Cell, sample: QuestionSample, said: str) -> bool:
+        """Return whether `said` is right by the rule of the form."""
+        if self.form == "statex":
+            return found(sample.target, said)
+        first = re.search("[0-9]+", said)
+        return first is not None and first[0] == sample.target
+
+    def grades(self, cell: Cell, sample: QuestionSample, said: str) -> dict[str, float]:
+        """Return whether `said` contains the key (0 or 1), and its score by prefix (0 to 5)."""
+        score = prefix_score(sample.target, said, self.shortest_prefix)
+        return {"contains": float(found(sample.target, said)), "prefix_score": score}

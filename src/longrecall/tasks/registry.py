@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from longrecall.errors import UserError, did_you_mean
 from longrecall.tasks.babilong import Babilong
 from longrecall.tasks.bits_per_byte import BitsPerByte
 from longrecall.tasks.copying import Copying
-from longrecall.tasks.encoding import Cell, PieceEncoder, QuestionSample, Sample
-from longrecall.tasks.passkey import Passkey
+from longrecall.tasks.encoding import Cell, ChoiceSample, PieceEncoder, QuestionSample, Sample
+from longrecall.tasks.in_context import InContext, MetaICL
+from longrecall.tasks.needles import TASKS as NEEDLES
+from longrecall.tasks.passkey import Passkey, SpokenPasskey
 from longrecall.tasks.phonebook import Phonebook
+from longrecall.tasks.question_answering import QuestionAnswering
 
 
 class RecallTask(Protocol):
@@ -61,7 +64,64 @@ class QuestionTask(RecallTask, Protocol):
         ...
 
 
-Task = RecallTask | BitsPerByte
+@runtime_checkable
+class TextMetricTask(QuestionTask, Protocol):
+    """A question task whose answers are also compared with the accepted ones word by word."""
+
+    @property
+    def text_metrics(self) -> tuple[str, ...]:
+        """Names of `longrecall.evaluation.text_metrics`, each a result entry of its own."""
+        ...
+
+    def answer_of(self, said: str) -> str:
+        """Return the part of what the model said that is compared."""
+        ...
+
+
+@runtime_checkable
+class GradedTask(QuestionTask, Protocol):
+    """A question task whose answers can be partly right; its samples (`GradedSample`) say how full they are."""
+
+    def settled(self, sample: QuestionSample, said: str) -> bool:
+        """Return whether nothing said after this can change the judgement or a grade of `sample`."""
+        ...
+
+    @property
+    def highest_grades(self) -> Mapping[str, float]:
+        """Metric -> the best grade; 0 is the worst of all."""
+        ...
+
+    def grades(self, cell: Cell, sample: QuestionSample, said: str) -> Mapping[str, float]:
+        """Return metric -> grade of what the model said, each a result entry of its own (a mean over samples)."""
+        ...
+
+
+@runtime_checkable
+class ChoiceTask(Protocol):
+    """A task whose samples offer options; the one with the lowest mean cross-entropy per token is the choice."""
+
+    # Tells this protocol from the others at run time: isinstance() compares the names of members only.
+    choices: ClassVar[bool]
+
+    @property
+    def name(self) -> str:
+        """The registered name."""
+        ...
+
+    def cells(self, lengths: Sequence[int]) -> Sequence[Cell]:
+        """Return the cells to run; a task without lengths ignores them."""
+        ...
+
+    def answers_per_sample(self, cell: Cell) -> int:
+        """Return 1: one choice per sample."""
+        ...
+
+    def sample(self, encode: PieceEncoder, cell: Cell, index: int, seed: int) -> ChoiceSample:
+        """Return sample `index`, the same for the same arguments."""
+        ...
+
+
+Task = RecallTask | ChoiceTask | BitsPerByte
 
 _TASKS: dict[str, type[Any]] = {}
 
@@ -79,6 +139,12 @@ register(Passkey)
 register(BitsPerByte)
 register(Copying)
 register(Babilong)
+register(InContext)
+register(MetaICL)
+register(QuestionAnswering)
+register(SpokenPasskey)
+for _needles in NEEDLES:
+    register(_needles)
 
 
 def task_names() -> tuple[str, ...]:
@@ -86,11 +152,17 @@ def task_names() -> tuple[str, ...]:
     return tuple(_TASKS)
 
 
+def task_class(name: str) -> type[Any]:
+    """Return the class of the task `name`; an unknown name raises `UserError` with the nearest ones."""
+    if name not in _TASKS:
+        hint = did_you_mean(name, _TASKS, most=3)
+        raise UserError(f'unknown task "{name}"; known tasks: {", ".join(_TASKS)}.{hint}')
+    return _TASKS[name]
+
+
 def create_task(name: str, **options: Any) -> Task:
     """Return the task `name` with its options; unknown names and options raise `UserError` with the nearest."""
-    if name not in _TASKS:
-        raise UserError(f'unknown task "{name}"; known tasks: {", ".join(_TASKS)}.{did_you_mean(name, _TASKS)}')
-    fields = [field.name for field in dataclasses.fields(_TASKS[name])]
+    fields = [field.name for field in dataclasses.fields(task_class(name))]
     for option in options:
         if option not in fields:
             raise UserError(

@@ -1,10 +1,29 @@
-"""Reading text files that users name."""
+"""Texts: files that users name, the books that ship, and sentences."""
 
 from __future__ import annotations
 
+import re
+from functools import cache
+from importlib import resources
 from pathlib import Path
 
 from longrecall.errors import UserError
+
+_END = re.compile(r"(?<=[.!?])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)\s+|(?<=[.!?][\"'])\s+")
+
+
+@cache
+def shipped_text(name: str) -> str:
+    """Return a public-domain text that ships with the package: ``held_out`` or ``train`` (assets/text/README.md)."""
+    return resources.files("longrecall").joinpath("assets", "text", f"{name}.txt").read_text(encoding="utf-8")
+
+
+def split_sentences(text: str) -> list[str]:
+    """Return the sentences of a text in order, each on one line; a blank line or a form feed ends one too."""
+    found = []
+    for paragraph in re.split(r"\s*\n\s*\n\s*|\f", text):
+        found += [sentence for sentence in _END.split(" ".join(paragraph.split())) if sentence]
+    return found
 
 
 def read_text(path: str | Path) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from longrecall.training.recipe import OptimizerRecipe
 
-NO_DECAY = ("norm.weight", "bias", "A_log", ".D", "mixing", "conv.weight", "embeddings.weight")
+NO_DECAY = ("norm.weight", "bias", "A_log", ".D", "mixing", "subhead_scale", "conv.weight", "embeddings.weight")
 """Ends of names without weight decay: scales, offsets, time constants, filters of four taps, and the embedding."""
 
 INITIAL_STATE = "initial_state."

@@ -71,7 +71,9 @@ class Attention(nn.Module):
             k, v = torch.cat([state["key"].to(k.dtype), k], dim=1), torch.cat([state["value"].to(v.dtype), v], dim=1)
             key_positions = torch.cat([state["position"], key_positions], dim=1)
         y: Tensor = self.o_proj(self._attend(q, k, v, positions, key_positions).flatten(-2))
-        return y, self._trim({"key": k, "value": v, "position": key_positions}, positions)
+        # A row that reads nothing but padding has its newest token before this segment.
+        newest = positions[:, -1:] if mask is None else (position + mask.sum(1) - 1)[:, None]
+        return y, self._trim({"key": k, "value": v, "position": key_positions}, newest)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
         """Blocks of queries against the keys they may see, so that memory is linear in the context."""
@@ -89,11 +91,11 @@ class Attention(nn.Module):
             outputs.append(F.scaled_dot_product_attention(block, k, v, visible[:, None], enable_gqa=grouped))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
-    def _trim(self, state: LayerState, positions: Tensor) -> LayerState:
-        """Drop the columns that no row's window can reach any more."""
+    def _trim(self, state: LayerState, newest: Tensor) -> LayerState:
+        """Drop the columns that no row's window can reach any more; `newest` [B, 1]: positions of the last tokens."""
         if self.config.window is None:
             return state
-        oldest = positions[:, -1:] + 2 - self.config.window
+        oldest = newest + 2 - self.config.window
         needed = ((state["position"] >= oldest) & (state["position"] != PADDING_POSITION)).any(0)
         first = int(needed.to(torch.int8).argmax()) if bool(needed.any()) else needed.shape[0]
         return {name: tensor[:, first:] for name, tensor in state.items()}

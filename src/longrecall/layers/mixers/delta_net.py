@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrecall.errors import UserError
+from longrecall.layers.expansion import ExpansionConfig
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import LinearAttentionConfig, LinearAttentionMixer, mask_tokens
 from longrecall.layers.norm import l2_normalise
@@ -28,12 +29,14 @@ class DeltaNetConfig(LinearAttentionConfig):
     negative_eigenvalues: bool = False
     """beta in (0, 2) instead of (0, 1) (Grazzi et al. 2024)."""
     norm_eps: float = 1e-5
+    expansion: ExpansionConfig | None = None
+    """Wider queries and keys in subheads (layers/expansion.py); None = none."""
 
     def __post_init__(self) -> None:
         self._require_positive("num_heads", "key_dim", "value_dim")
 
     def build(self, hidden_size: int) -> DeltaNet:
-        return DeltaNet(self, hidden_size)
+        return DeltaNet(self.without_more_heads(), hidden_size)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class GatedDeltaNetConfig(LinearAttentionConfig):
     negative_eigenvalues: bool = False
     """beta in (0, 2) instead of (0, 1) (Grazzi et al. 2024)."""
     norm_eps: float = 1e-5
+    expansion: ExpansionConfig | None = None
+    """Wider queries and keys in subheads (layers/expansion.py); None = none."""
 
     def __post_init__(self) -> None:
         self._require_positive("num_heads", "key_dim", "value_dim")
@@ -64,7 +69,7 @@ class GatedDeltaNetConfig(LinearAttentionConfig):
         return self.num_heads if self.value_heads is None else self.value_heads
 
     def build(self, hidden_size: int) -> GatedDeltaNet:
-        return GatedDeltaNet(self, hidden_size)
+        return GatedDeltaNet(self.without_more_heads(), hidden_size)
 
 
 class DeltaNet(LinearAttentionMixer):
@@ -73,7 +78,7 @@ class DeltaNet(LinearAttentionMixer):
     def __init__(self, config: DeltaNetConfig | GatedDeltaNetConfig, hidden_size: int) -> None:
         super().__init__(config, hidden_size, config.norm_eps)
         self.config = config
-        self.b_proj = nn.Linear(hidden_size, config.value_head_count, bias=False)
+        self.b_proj = nn.Linear(hidden_size, config.state_heads, bias=False)
 
     def forward(
         self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
@@ -89,7 +94,7 @@ class DeltaNet(LinearAttentionMixer):
         o, final = gated_delta_rule(
             q,
             k,
-            v,
+            self.share_values(v),
             None if decay is None else mask_tokens(decay, mask),
             mask_tokens(beta, mask),
             initial_state=None if state is None else state["recurrent"],
@@ -106,7 +111,7 @@ class GatedDeltaNet(DeltaNet):
 
     def __init__(self, config: GatedDeltaNetConfig, hidden_size: int) -> None:
         super().__init__(config, hidden_size)
-        heads = config.value_head_count
+        heads = config.state_heads
         self.a_proj = nn.Linear(hidden_size, heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longrecall.errors import UserError
+from longrecall.layers.expansion import ExpansionConfig
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import LinearAttentionConfig, LinearAttentionMixer, mask_tokens
 from longrecall.ops import gated_linear_attention, merged_linear_attention
@@ -31,12 +33,16 @@ class GLAConfig(LinearAttentionConfig):
     merged: bool = False
     """Every key head writes the values of all heads, mixed by a learned [H, H] matrix (StateX)."""
     norm_eps: float = 1e-5
+    expansion: ExpansionConfig | None = None
+    """Wider queries and keys in subheads (layers/expansion.py); None = none."""
 
     def __post_init__(self) -> None:
         self._require_positive("num_heads", "key_dim", "value_dim", "gate_rank")
+        if self.merged and self.expansion:
+            raise UserError(f'mixer "{self.type}": heads are either merged or expanded; leave merged or expansion away')
 
     def build(self, hidden_size: int) -> GLA:
-        return GLA(self, hidden_size)
+        return GLA(self.without_more_heads(), hidden_size)
 
 
 class GLA(LinearAttentionMixer):
@@ -45,7 +51,7 @@ class GLA(LinearAttentionMixer):
     def __init__(self, config: GLAConfig, hidden_size: int) -> None:
         super().__init__(config, hidden_size, config.norm_eps)
         self.config = config
-        keys = config.num_heads * config.key_dim
+        keys = config.key_channels
         self.gk_proj = nn.Sequential(
             nn.Linear(hidden_size, config.gate_rank, bias=False), nn.Linear(config.gate_rank, keys, bias=True)
         )
@@ -65,5 +71,5 @@ class GLA(LinearAttentionMixer):
         if self.config.merged:
             o, final = merged_linear_attention(q, k, v, log_decay, self.mixing, initial_state=initial)
         else:
-            o, final = gated_linear_attention(q, k, v, log_decay, initial_state=initial)
+            o, final = gated_linear_attention(q, k, self.share_values(v), log_decay, initial_state=initial)
         return self.output(o, x), {"recurrent": final, **new_state}

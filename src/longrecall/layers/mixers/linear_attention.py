@@ -1,14 +1,21 @@
-"""What GLA, RetNet, DeltaNet and Gated DeltaNet share: projections, short convolutions, output norm and gate."""
+"""What GLA, RetNet, DeltaNet and Gated DeltaNet share: projections, short convolutions, subheads, output norm and gate.
+
+With an expansion (layers/expansion.py) a layer has more state heads than value heads. State heads are ordered by key
+head, then subhead, then value head of that key head, so that each key subhead serves neighbours, as the ops want it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longrecall.errors import UserError
 from longrecall.layers.convolution import ShortConvolution
+from longrecall.layers.expansion import ExpansionConfig
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
 from longrecall.layers.norm import RMSNorm
 
@@ -39,16 +46,70 @@ class LinearAttentionConfig(MixerConfig):
         """Whether the output norm is multiplied by silu of a projection of x."""
         return bool(getattr(self, "output_gate", False))
 
+    @property
+    def expanded(self) -> ExpansionConfig | None:
+        """How queries and keys are widened; None = not at all."""
+        return getattr(self, "expansion", None)
+
+    @property
+    def subheads(self) -> int:
+        """Subheads E of every key head; 1 = the head is whole."""
+        return self.expanded.split if self.expanded else 1
+
+    @property
+    def state_heads(self) -> int:
+        """Heads of the state: value heads times subheads."""
+        return self.value_head_count * self.subheads
+
+    @property
+    def state_key_dim(self) -> int:
+        """Key width of one state head."""
+        return self.key_dim * (self.expanded.factor // self.subheads if self.expanded else 1)
+
+    @property
+    def key_channels(self) -> int:
+        """Channels of all queries (or keys) as they enter the convolution and the recurrence."""
+        return self.num_heads * self.subheads * self.state_key_dim
+
+    def without_more_heads(self) -> Self:
+        """This config, with an expansion of kind "heads" carried out: more heads and no expansion."""
+        if self.expanded is None or self.expanded.kind != "heads":
+            return self
+        factor = self.expanded.factor
+        changes: dict[str, Any] = {"num_heads": factor * self.num_heads, "expansion": None}
+        if getattr(self, "value_heads", None) is not None:
+            changes["value_heads"] = factor * self.value_head_count
+        return replace(self, **changes)
+
     def state_shapes(self) -> StateShapes:
-        heads = self.value_head_count
+        plain = self.without_more_heads()
+        if plain is not self:
+            return plain.state_shapes()
         merged = bool(getattr(self, "merged", False))
-        shapes: StateShapes = {"recurrent": (heads, self.key_dim, self.value_dim * (heads if merged else 1))}
+        width = self.value_dim * (self.value_head_count if merged else 1)
+        shapes: StateShapes = {"recurrent": (self.state_heads, self.state_key_dim, width)}
         if self.conv:
-            keys, values = self.num_heads * self.key_dim, heads * self.value_dim
+            keys, values = self.key_channels, self.value_head_count * self.value_dim
             shapes |= {
                 f"{name}_conv": (size, self.conv - 1) for name, size in (("q", keys), ("k", keys), ("v", values))
             }
         return shapes
+
+    @classmethod
+    def from_dict(cls, description: dict[str, Any]) -> Self:
+        given = description.get("expansion")
+        if given is not None and "expansion" in cls.__dataclass_fields__ and not isinstance(given, ExpansionConfig):
+            try:
+                description = {**description, "expansion": ExpansionConfig.from_dict(given)}
+            except UserError as error:
+                raise UserError(f'mixer "{cls.type}": {error}') from None
+        return super().from_dict(description)
+
+    def to_dict(self) -> dict[str, Any]:
+        data = super().to_dict()
+        # Left away when there is none: descriptions of models without it, and their fingerprints, stay as they were.
+        expansion = data.pop("expansion", None)
+        return data if expansion is None else {**data, "expansion": expansion.to_dict()}
 
 
 class LinearAttentionMixer(nn.Module):
@@ -56,11 +117,21 @@ class LinearAttentionMixer(nn.Module):
 
     def __init__(self, config: LinearAttentionConfig, hidden_size: int, norm_eps: float) -> None:
         super().__init__()
-        keys = config.num_heads * config.key_dim
+        keys, expansion = config.key_channels, config.expanded
+        projected = keys if expansion and expansion.kind == "naive" else config.num_heads * config.key_dim
         values = config.value_head_count * config.value_dim
-        self.head_width, self.value_width = config.key_dim, config.value_dim
-        self.q_proj = nn.Linear(hidden_size, keys, bias=False)
-        self.k_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.key_heads, self.subheads = config.num_heads, config.subheads
+        self.head_width, self.value_width = config.state_key_dim, config.value_dim
+        self.q_proj = nn.Linear(hidden_size, projected, bias=False)
+        self.k_proj = nn.Linear(hidden_size, projected, bias=False)
+        sizes = (config.num_heads, config.key_dim, hidden_size)
+        self.q_expand = expansion.build(*sizes) if expansion else None
+        self.k_expand = expansion.build(*sizes) if expansion else None
+        self.v_expand = None
+        if expansion and expansion.grafted:
+            self.subhead_scale = nn.Parameter(torch.ones(config.value_head_count, expansion.factor - 1))
+        else:
+            self.register_parameter("subhead_scale", None)
         self.v_proj = nn.Linear(hidden_size, values, bias=False)
         self.g_proj = nn.Linear(hidden_size, values, bias=False) if config.gated else None
         self.q_conv = ShortConvolution(keys, config.conv) if config.conv else None
@@ -72,10 +143,13 @@ class LinearAttentionMixer(nn.Module):
     def project(
         self, x: Tensor, state: LayerState | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, LayerState]:
-        """x ``[B, T, d]`` -> q, k ``[B, T, H, K]``, v ``[B, T, Hv, V]`` and the new convolution states."""
+        """x ``[B, T, d]`` -> q, k ``[B, T, H * E, K]``, v ``[B, T, Hv, V]`` and the new convolution states."""
         results, new_state = [], {}
         for name in ("q", "k", "v"):
             y = getattr(self, f"{name}_proj")(x)
+            expand = getattr(self, f"{name}_expand")
+            if expand is not None:
+                y = expand(y.unflatten(-1, (self.key_heads, -1)), x).flatten(-2)
             convolution = getattr(self, f"{name}_conv")
             if convolution is not None:
                 key = f"{name}_conv"
@@ -83,10 +157,31 @@ class LinearAttentionMixer(nn.Module):
             results.append(y.unflatten(-1, (-1, self.value_width if name == "v" else self.head_width)))
         return results[0], results[1], results[2], new_state
 
+    def share_values(self, v: Tensor) -> Tensor:
+        """v ``[B, T, Hv, V]`` -> ``[B, T, Hv * E, V]``: every subhead of a head writes the same values."""
+        if self.subheads == 1:
+            return v
+        grouped = v.unflatten(2, (self.key_heads, 1, -1))
+        shared: Tensor = grouped.expand(-1, -1, -1, self.subheads, -1, -1).flatten(2, 4)
+        return shared
+
+    def sum_subheads(self, o: Tensor) -> Tensor:
+        """o ``[B, T, Hv * E, V]`` -> ``[B, T, Hv, V]``, added up in float32 (the paper, equation 10)."""
+        if self.subheads == 1:
+            return o
+        wide = o if o.dtype == torch.float64 else o.float()
+        grouped: Tensor = wide.unflatten(2, (self.key_heads, self.subheads, -1))
+        if self.subhead_scale is None:
+            return grouped.sum(3).flatten(2, 3)
+        # [Hv, E - 1] -> [H, E - 1, Hv / H, 1]: the order of the state heads.
+        scale = self.subhead_scale.to(grouped.dtype).unflatten(0, (self.key_heads, -1)).transpose(1, 2)[..., None]
+        total: Tensor = grouped[:, :, :, 0] + (grouped[:, :, :, 1:] * scale).sum(3)
+        return total.flatten(2, 3)
+
     def output(self, o: Tensor, x: Tensor) -> Tensor:
-        """Per-head norm, output gate and projection: o ``[B, T, Hv, V]`` -> ``[B, T, d]``."""
+        """Sum over subheads, per-head norm, output gate and projection: o ``[B, T, Hv * E, V]`` -> ``[B, T, d]``."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        o = self.o_norm(o.to(wide))
+        o = self.o_norm(self.sum_subheads(o).to(wide))
         if self.g_proj is not None:
             o = o * F.silu(self.g_proj(x).to(wide).unflatten(-1, (-1, self.value_width)))
         projected: Tensor = self.o_proj(o.to(x.dtype).flatten(-2))

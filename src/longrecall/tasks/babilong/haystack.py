@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,20 +11,16 @@ from numpy.typing import NDArray
 from longrecall.errors import UserError
 from longrecall.tasks.babilong.world import DIRECTIONS, PEOPLE
 from longrecall.tasks.encoding import PieceEncoder
+from longrecall.tasks.text import shipped_text, split_sentences
 
 Ints = NDArray[np.int64]
+
+__all__ = ["FEWEST_TOKENS", "Haystack", "sentences", "shipped_text", "tokenise"]
 
 FEWEST_TOKENS = 10
 """Shorter sentences are left out, as published: headings, exclamations."""
 
-_END = re.compile(r"(?<=[.!?])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)\s+|(?<=[.!?][\"'])\s+")
 _OF_THE_WORLD = re.compile(rf"\b(?:{'|'.join(PEOPLE)}|(?:{'|'.join(DIRECTIONS)}) of)\b")
-
-
-@cache
-def shipped_text(name: str) -> str:
-    """Return a public-domain text that ships with the package: ``held_out`` or ``train`` (assets/text/README.md)."""
-    return resources.files("longrecall").joinpath("assets", "text", f"{name}.txt").read_text(encoding="utf-8")
 
 
 def sentences(text: str) -> list[str]:
@@ -35,12 +29,7 @@ def sentences(text: str) -> list[str]:
     Those that name a person of the stories, or say what lies in a direction of what, are left out: they could be taken
     for facts.
     """
-    found = []
-    for paragraph in re.split(r"\s*\n\s*\n\s*|\f", text):
-        for sentence in _END.split(" ".join(paragraph.split())):
-            if sentence and not _OF_THE_WORLD.search(sentence):
-                found.append(sentence)
-    return found
+    return [sentence for sentence in split_sentences(text) if not _OF_THE_WORLD.search(sentence)]
 
 
 @dataclass(frozen=True)

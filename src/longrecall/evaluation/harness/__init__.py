@@ -1,0 +1,5 @@
+"""The bridge to lm-evaluation-harness: its tasks in ``longrecall eval``, our tasks and checkpoints in ``lm_eval``."""
+
+from longrecall.evaluation.harness.task import PREFIX, HarnessTask, include_path, require_lm_eval
+
+__all__ = ["PREFIX", "HarnessTask", "include_path", "require_lm_eval"]

@@ -1,0 +1,51 @@
+"""``python -m longrecall.evaluation.harness``: the ``lm_eval`` command, knowing our checkpoints and our tasks.
+
+It registers the model ``longrecall`` (``--model longrecall --model_args pretrained=CKPT``), lets ``--model hf`` load
+native checkpoints, and adds our tasks (``--tasks longrecall_phonebook,...``) unless ``--include_path`` names others.
+All other arguments are those of ``lm_eval``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from longrecall.errors import UserError
+from longrecall.evaluation.harness.task import include_path, require_lm_eval
+
+_COMMANDS = ("run", "ls", "validate")
+
+
+def register_model() -> None:
+    """Make ``longrecall`` a model name of the harness."""
+    from lm_eval.api.registry import model_registry
+
+    if "longrecall" not in model_registry:
+        model_registry.register("longrecall", target="longrecall.evaluation.harness.language_model:LongrecallLM")
+
+
+def with_tasks(arguments: list[str]) -> list[str]:
+    """Return the arguments of ``lm_eval`` with our folder of tasks where they name none."""
+    given = any(argument.split("=")[0] == "--include_path" for argument in arguments)
+    helps = not arguments or arguments[0] in ("-h", "--help")
+    if given or helps or not (arguments[0].startswith("-") or arguments[0] in _COMMANDS):
+        return arguments
+    return [*arguments, "--include_path", str(include_path())]
+
+
+def main() -> int:
+    """Run ``lm_eval`` with the arguments of this process."""
+    try:
+        require_lm_eval()
+        register_model()
+        from lm_eval.__main__ import cli_evaluate
+
+        sys.argv = ["lm_eval", *with_tasks(sys.argv[1:])]
+        cli_evaluate()
+    except UserError as error:
+        print(f"longrecall: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

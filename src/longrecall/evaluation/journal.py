@@ -1,0 +1,174 @@
+"""What an evaluation has finished so far, on disk after every batch, so that a killed run loses nothing else.
+
+A journal lies beside the result file, as ``<out>.partial`` (``<out>.partial.<rank>`` of further processes): a first
+line that says what the run is, then a line for each example. It is deleted when the result is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from longrecall.errors import UserError
+from longrecall.evaluation.parallel import Ranks
+from longrecall.evaluation.results import SCHEMA, read_result
+from longrecall.files import ELSEWHERE, check_writable, write_json
+
+Timed = tuple[dict[str, Any], float]
+"""The record of an example and the seconds it took."""
+
+Done = dict[str, dict[int, Timed]]
+
+
+class Journal:
+    """The finished examples of one run, by key of the job and index.
+
+    `settings` and `fingerprint` decide the numbers; a journal, or a result, of others is refused. `done`: what earlier
+    runs finished; `complete`: the result, where nothing is left to do. Nothing is written before `start`.
+
+    Raises:
+        UserError: an unwritable `out`, a journal that is damaged or of another run, resuming without `out`.
+    """
+
+    def __init__(
+        self,
+        out: str | Path | None,
+        settings: Mapping[str, Any],
+        fingerprint: str | None,
+        resume: bool,
+        ranks: Ranks,
+    ) -> None:
+        self.done: Done = {}
+        self.complete: dict[str, Any] | None = None
+        self._out = None if out is None else Path(out)
+        head = {"schema": SCHEMA, "kind": "partial evaluation", "fingerprint": fingerprint, "settings": settings}
+        # As it comes back from the file: no tuples.
+        self._head: dict[str, Any] = json.loads(json.dumps(head))
+        self._ranks, self._resume = ranks, resume
+        self._file: BinaryIO | None = None
+        if self._out is None:
+            if resume:
+                raise UserError("resume needs an output file (--out): that is where finished examples are kept")
+            return
+        check_writable(self._out)
+        self._path = self._out.with_name(f"{self._out.name}.partial" + (f".{ranks.rank}" if ranks.rank else ""))
+        if resume:
+            self._look_back(self._out)
+
+    def _look_back(self, out: Path) -> None:
+        journals = self._journals(out)
+        for path in journals:
+            head, done, _ = _read(path)
+            if head is not None:
+                self._refuse_other(path, head.get("settings"), head.get("fingerprint"))
+            for key, examples in done.items():
+                self.done.setdefault(key, {}).update(examples)
+        for done in self._ranks.gather(self.done):
+            for key, examples in done.items():
+                self.done[key] = examples | self.done.get(key, {})
+        if not any(self._ranks.gather(bool(journals))) and out.exists():
+            result = read_result(out)
+            self._refuse_other(out, result["settings"], result["checkpoint"].get("fingerprint"))
+            self.complete = result
+
+    def _refuse_other(self, path: Path, settings: Any, fingerprint: Any) -> None:
+        old = {"fingerprint": fingerprint, **(settings if isinstance(settings, dict) else {})}
+        new = {"fingerprint": self._head["fingerprint"], **self._head["settings"]}
+        different = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+        if different:
+            raise UserError(
+                f"cannot resume {path}: it was made with other settings ({', '.join(different)}); "
+                "repeat the same call, or leave out --resume to start over"
+            )
+
+    def start(self) -> None:
+        """Begin to write; what is not to be resumed is deleted."""
+        if self._out is None:
+            return
+        self._ranks.wait()  # all have read what there is
+        if self._ranks.first and not self._resume:
+            for path in self._journals(self._out):
+                path.unlink()
+        self._ranks.wait()
+        whole = _read(self._path)[2] if self._path.exists() else 0
+        try:
+            self._file = self._path.open("r+b" if whole else "wb")
+            self._file.truncate(whole)
+            self._file.seek(whole)
+        except OSError as error:
+            raise UserError(f"cannot write {self._path}: {error.strerror or error}; {ELSEWHERE}") from error
+        if not whole:
+            self._write([self._head])
+
+    def add(self, key: str, records: Mapping[int, dict[str, Any]], seconds: float) -> Done:
+        """Keep the records of a batch that took `seconds`; they are on the disk when this returns."""
+        each = round(seconds / max(1, len(records)), 6)
+        if self._file is not None:
+            self._write(
+                {"job": key, "index": index, "seconds": each, "record": record} for index, record in records.items()
+            )
+        return {key: {index: (record, each) for index, record in records.items()}}
+
+    def _write(self, lines: Any) -> None:
+        if self._file is not None:
+            text = "".join(json.dumps(line, ensure_ascii=True, allow_nan=False) + "\n" for line in lines)
+            self._file.write(text.encode("ascii"))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Stop writing; the journal stays."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write the result and delete the journal; all processes call it, the first one writes."""
+        self.close()
+        if self._out is None:
+            return
+        if self._ranks.first:
+            write_json(self._out, result)
+            for path in self._journals(self._out):
+                path.unlink(missing_ok=True)
+        self._ranks.wait()
+        # Of a process on another machine, whose disk the first one does not see.
+        self._path.unlink(missing_ok=True)
+
+    @staticmethod
+    def _journals(out: Path) -> list[Path]:
+        name = re.compile(re.escape(out.name) + r"\.partial(\.[0-9]+)?")
+        return sorted(path for path in out.parent.iterdir() if name.fullmatch(path.name))
+
+
+def _read(path: Path) -> tuple[dict[str, Any] | None, Done, int]:
+    """Return (the first line, what is done, bytes of whole lines); the last line may be cut off by a kill."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; leave out --resume to start over") from error
+    head: dict[str, Any] | None = None
+    done: Done = {}
+    whole = 0
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            data = json.loads(line)
+            if number == 1:
+                if data["kind"] != "partial evaluation":
+                    raise ValueError("it is no journal of eval")
+                head = data
+            else:
+                done.setdefault(data["job"], {})[int(data["index"])] = (dict(data["record"]), float(data["seconds"]))
+        except (KeyError, TypeError, ValueError) as error:
+            if number > 1 and not any(lines[number:]):
+                break
+            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise UserError(
+                f"cannot resume {path}: line {number} is damaged ({reason}); leave out --resume to start over"
+            ) from error
+        whole += len(line) + 1
+    return head, done, whole
