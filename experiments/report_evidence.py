@@ -36,7 +36,7 @@ SIZES = {
 OFF_THE_PLATEAU = 0.6
 """Recall of two pairs that guessing between the two stored numbers (.5) does not reach."""
 RECIPE_TAG = "t3k1 mix"
-"""The mixture of the sweep that the demo took."""
+"""The mixture of the sweep nearest to the one that the demo took."""
 TASKS = {
     "phonebook": "two letters, {}",
     "one_letter": "one letter, {}",
