@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from longrecall import RecurrentConfig, RecurrentLM
+from longrecall.cli import eval as verb
 from longrecall.models.byte_tokenizer import byte_tokenizer
 
 
@@ -44,3 +47,18 @@ def model() -> RecurrentLM:
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     return byte_tokenizer()
+
+
+@pytest.fixture
+def checkpoint(model: RecurrentLM, tokenizer: Any, tmp_path: Path) -> str:
+    """The tiny model and its tokenizer, saved."""
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def command(*words: str) -> int:
+    """Run the verb with these words; returns its exit code."""
+    parser = argparse.ArgumentParser()
+    verb.configure(parser)
+    return verb.run(parser.parse_args(words))

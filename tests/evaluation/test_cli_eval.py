@@ -8,29 +8,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import longrecall
-from longrecall import RecurrentLM
 from longrecall.cli import eval as verb
 from longrecall.errors import UserError
+from tests.evaluation.conftest import command
 
 SOURCE = str(Path(longrecall.__file__).parents[1])
-
-
-def command(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    verb.configure(parser)
-    return verb.run(parser.parse_args(words))
-
-
-@pytest.fixture
-def checkpoint(model: RecurrentLM, tokenizer: Any, tmp_path: Path) -> str:
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
 
 
 def test_table_and_file(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

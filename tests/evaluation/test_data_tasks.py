@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -13,11 +12,11 @@ from typing import Any
 import pytest
 
 from longrecall import RecurrentLM
-from longrecall.cli import eval as verb
 from longrecall.errors import UserError
 from longrecall.evaluation import check_result, evaluate
 from longrecall.tasks import InContext, MetaICL, PieceEncoder, QuestionAnswering, QuestionSample
 from longrecall.tasks.encoding import Cell
+from tests.evaluation.conftest import command
 from tests.evaluation.test_questions import Speaker
 
 DOCUMENTS = ["Box 1 is Ann's. Box 2 is Bob's.", "Box 3 is Cleo's. Box 4 is Dora's."]
@@ -124,19 +123,6 @@ def test_demonstrations_shared_by_a_cell_leave_its_questions_independent(
     result = evaluate(model, tokenizer, [task], [512], 256, progress=False)
     check_result(result, "here")
     assert [(entry["count"], entry["sequences"]) for entry in result["results"]] == [(10, 10)] * 2
-
-
-def command(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    verb.configure(parser)
-    return verb.run(parser.parse_args(words))
-
-
-@pytest.fixture
-def checkpoint(model: RecurrentLM, tokenizer: Any, tmp_path: Path) -> str:
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
 
 
 def test_the_verb(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Callable
@@ -11,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from longrecall import RecurrentLM
-from longrecall.cli import eval as verb
 from longrecall.errors import UserError
 from longrecall.evaluation import check_result, evaluate
 from longrecall.evaluation.graded import bounded_mean_interval
 from longrecall.evaluation.recall_search import search_recall_length
+from tests.evaluation.conftest import command
 from tests.evaluation.test_questions import Speaker
 
 QUESTION = re.compile(r"magic number for ([a-z-]+) mentioned in the provided text is ([^\n]*)$")
@@ -110,6 +108,11 @@ def test_the_search_stops_after_the_first_length_that_fails(tokenizer: Any) -> N
     lengths = {name: value for name, value in result["summary"].items() if "recall_length" in name}
     assert lengths == {f"niah_single_1.recall_length.threshold={level}": 1280 for level in (0.5, 0.6, 0.7, 0.8)}
     assert result["settings"]["search"]["at_least"] == []
+    # Two of two is [.342, 1] and none of two [0, .658], by Wilson: .6 may still be held at 1536, .7 not.
+    intervals = {
+        level: result["summary_intervals"][f"niah_single_1.recall_length.threshold={level}"] for level in (0.6, 0.7)
+    }
+    assert intervals == {0.6: [0, 1536], 0.7: [0, 1280]}
 
 
 def test_a_search_that_nothing_fails_says_at_least(tokenizer: Any) -> None:
@@ -117,6 +120,7 @@ def test_a_search_that_nothing_fails_says_at_least(tokenizer: Any) -> None:
     assert result["settings"]["lengths"] == [512, 768, 1024]
     assert result["summary"]["niah_single_1.recall_length.threshold=0.9"] == 1024
     assert result["settings"]["search"]["at_least"] == [0.25, 0.9]
+    assert result["summary_intervals"]["niah_single_1.recall_length.threshold=0.25"] == [1024, 1024]
 
 
 def test_a_model_that_recalls_nothing_costs_one_length(tokenizer: Any) -> None:
@@ -188,19 +192,6 @@ def test_bad_searches(tokenizer: Any, more: dict[str, Any], words: str) -> None:
 def test_a_task_without_lengths_cannot_be_searched(tokenizer: Any) -> None:
     with pytest.raises(UserError, match="task phonebook has no length to grow"):
         search_recall_length(Speaker(finding()), tokenizer, "phonebook", 1024, 2)
-
-
-def command(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    verb.configure(parser)
-    return verb.run(parser.parse_args(words))
-
-
-@pytest.fixture
-def checkpoint(model: RecurrentLM, tokenizer: Any, tmp_path: Path) -> str:
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
 
 
 def test_the_verb_runs_needles(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Callable
@@ -14,9 +13,9 @@ import pytest
 import torch
 
 from longrecall import RecurrentLM
-from longrecall.cli import eval as verb
 from longrecall.errors import UserError
 from longrecall.evaluation import check_result, evaluate
+from tests.evaluation.conftest import command
 from tests.tasks.story_solver import solve
 
 
@@ -141,19 +140,6 @@ def test_batches_change_nothing(model: RecurrentLM, tokenizer: Any) -> None:
         return [entry | {"seconds": 0} for entry in result["results"]]
 
     assert run(64) == run(100_000)
-
-
-def command(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    verb.configure(parser)
-    return verb.run(parser.parse_args(words))
-
-
-@pytest.fixture
-def checkpoint(model: RecurrentLM, tokenizer: Any, tmp_path: Path) -> str:
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
 
 
 def test_the_verb(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,8 +96,9 @@ def search_recall_length(
 
     Returns:
         A result as `evaluate` returns it, over all lengths that were measured. Its summary has
-        ``<task>.recall_length.threshold=<t>``: tokens, 0 where not even the shortest length is above t. Its settings
-        have "search": what was asked for, and in "at_least" the thresholds that even the last length was above.
+        ``<task>.recall_length.threshold=<t>``: tokens, 0 where not even the shortest length is above t; its interval
+        goes no further than the last length that was measured. Its settings have "search": what was asked for, and in
+        "at_least" the thresholds that even the last length was above.
 
     Raises:
         UserError: a task without lengths, bad numbers, a `longest` that cannot hold the question, and whatever
@@ -134,7 +135,8 @@ def search_recall_length(
             model, tokenizer, [chosen], [length], samples, seed, out=kept, resume=again, checkpoint=about, **settings
         )
         parts.append(part)
-        points.append({"length": length, "value": _accuracy(part["results"])})
+        low, high = part["summary_intervals"].get(f"{chosen.name}.accuracy", (None, None))
+        points.append({"length": length, "value": _accuracy(part["results"]), "low": low, "high": high})
         if points[-1]["value"] is None or points[-1]["value"] <= levels[0]:
             break
     result = _joined(parts, points, asked, levels, lengths[-1])
@@ -206,7 +208,13 @@ def _joined(
 ) -> dict[str, Any]:
     entries = [entry for part in parts for entry in part["results"]]
     best = maximum_lengths(points, levels)
-    found = {f"{asked['task']}.recall_length.threshold={level}": length or 0 for level, length in best.items()}
+    name = f"{asked['task']}.recall_length.threshold="
+    found = {f"{name}{level}": length or 0 for level, length in best.items()}
+    # As of a capacity: what it would be with every length at its lower, and at its upper, end.
+    ends = [
+        maximum_lengths([{"length": p["length"], "value": p[end]} for p in points], levels) for end in ("low", "high")
+    ]
+    intervals = {f"{name}{level}": [end[str(level)] or 0 for end in ends] for level in levels}
     at_least = [level for level in levels if best[str(level)] == last]
     measured = [point["length"] for point in points]
     return {
@@ -214,7 +222,7 @@ def _joined(
         "settings": {**parts[-1]["settings"], "lengths": measured, "search": {**asked, "at_least": at_least}},
         "results": entries,
         "summary": summarise(entries) | found,
-        "summary_intervals": summary_intervals(entries),
+        "summary_intervals": summary_intervals(entries) | intervals,
     }
 
 
