@@ -179,6 +179,14 @@ def processor_seconds() -> tuple[float, float]:
     return (user + nice + system) / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4])
 
 
+def recorded(result: dict[str, object], out: Path | None) -> dict[str, object]:
+    """Write a benchmark's result to `out`, if there is one, and return it."""
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
 def environment(threads: int) -> dict[str, object]:
     import transformers
 
@@ -238,10 +246,7 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
         "cores_busy_elsewhere": round(max(busy, 0.0), 2),
         "results": rows,
     }
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    return result
+    return recorded(result, options.out)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from longrecall.models.byte_tokenizer import VOCABULARY, byte_tokenizer
 from longrecall.units import format_length, parse_length
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cpu_ops import environment
+from cpu_ops import environment, recorded
 
 MAMBA2 = {"mixer": {"type": "mamba2", "inner_dim": 512, "head_dim": 64, "state_dim": 64}, "mlp_size": 0}
 GLA = {"mixer": {"type": "gla", "num_heads": 4, "key_dim": 32, "value_dim": 64}, "mlp_size": 512}
@@ -97,10 +97,7 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
         "settings": {"dtype": "float32", "seed": 0},
         "results": rows,
     }
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    return result
+    return recorded(result, options.out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ must be the same, word for word. Absolute times of a shared CPU mean nothing and
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -35,7 +34,7 @@ from longrecall.tasks.encoding import IGNORE, Cell, PieceEncoder, QuestionSample
 from longrecall.units import parse_length
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cpu_ops import environment, processor_seconds
+from cpu_ops import environment, processor_seconds, recorded
 
 ASSETS = Path(longrecall.__file__).parent / "assets"
 MODELS = ("mamba2-base", "gla-base")
@@ -142,10 +141,7 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
         "cores_busy_elsewhere": round(max(busy, 0.0), 2),
         "results": rows,
     }
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    return result
+    return recorded(result, options.out)
 
 
 if __name__ == "__main__":
