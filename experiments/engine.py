@@ -1,9 +1,8 @@
 """Train many small models at once on one GPU: every training step is a CUDA graph on a stream of its own.
 
-A model of half a million parameters is bound by kernel launches: alone it leaves a large GPU idle. Here the whole step
-(forward, backward, clipping, AdamW) of each model is captured once and replayed, and the models of one experiment run
-side by side. They read the same batches in the same order, so arms of a comparison differ in nothing but themselves.
-Without a GPU the same code runs the step eagerly, one model after another.
+The step itself is `longrecall.training.captured`. The models of one experiment run side by side and read the same
+batches in the same order, so arms of a comparison differ in nothing but themselves. Without a GPU the same code runs
+the step eagerly, one model after another.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from longrecall.layers.handover import Handover
 from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.training.captured import CapturedStep, capturable_adamw
 from longrecall.training.initial_states import make_initial_state
 from longrecall.training.recipe_states import AnyIntervention
 
@@ -77,15 +77,12 @@ class Run:
         self.passed = torch.zeros(ids.shape[0], dtype=torch.bool, device=self.device)
         self.generator = torch.Generator(device=self.device).manual_seed(plan.seed)
         self.handovers = [m for m in model.modules() if isinstance(m, Handover)]
-        self.graph: torch.cuda.CUDAGraph | None = None
         if plan.compiled and self.on_gpu:
             # Every shape of a layer is compiled once for all models; an experiment has more than the default of 8.
             torch._dynamo.config.recompile_limit = 128
             for layer in model.model.layers:
                 layer.compile(dynamic=False)
-        if self.on_gpu:
-            self.stream = torch.cuda.Stream()
-            self._capture()
+        self.captured = CapturedStep(self._step, self.optimizer, self.device, forget=self._forget)
 
     def _optimizer(self) -> torch.optim.AdamW:
         plan, groups = self.plan, {}
@@ -95,16 +92,7 @@ class Run:
             rate = plan.touched_rate if name in plan.touched and plan.touched_rate else plan.learning_rate
             decay = 0.0 if name.endswith(NO_DECAY) or "embeddings" in name else plan.weight_decay
             groups.setdefault((rate, decay), []).append(parameter)
-        self.rates = [rate for rate, _ in groups]
-        return torch.optim.AdamW(
-            [
-                {"params": params, "lr": torch.tensor(rate, device=self.device), "weight_decay": decay}
-                for (rate, decay), params in groups.items()
-            ],
-            betas=(0.9, 0.95),
-            fused=True,
-            capturable=self.on_gpu,
-        )
+        return capturable_adamw(groups, self.device)
 
     def _step(self) -> None:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, cache_enabled=False, enabled=self.on_gpu):
@@ -121,42 +109,15 @@ class Run:
                     kept = self.passed.view(-1, *[1] * (before[name].dim() - 1))
                     before[name].copy_(torch.where(kept, after[name].detach(), 0.0))
 
-    def _capture(self) -> None:
-        """Warm up with learning rate zero, forget what that left in the optimizer, then record the step."""
-        self._set_rates(0.0)
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            for _ in range(3):
-                self._step()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.stream):
-                self._step()
-            for values in self.optimizer.state.values():
-                for tensor in values.values():
-                    tensor.zero_()
-            for layer in self.state.layers:
-                for tensor in layer.values():
-                    tensor.zero_()
-        torch.cuda.synchronize()
-
-    def _set_rates(self, factor: float) -> None:
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"].fill_(rate * factor)
+    def _forget(self) -> None:
+        for layer in self.state.layers:
+            for tensor in layer.values():
+                tensor.zero_()
 
     def advance(self, step: int) -> None:
         """Enqueue one training step."""
         progress = min(1.0, step / max(1.0, self.plan.handover_share * self.steps))
-        if not self.on_gpu:
-            self._prepare(step, progress)
-            self._step()
-            self._after()
-            return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            self._prepare(step, progress)
-            assert self.graph is not None
-            self.graph.replay()
-            self._after()
+        self.captured.run(lambda: self._prepare(step, progress), self._after)
 
     def _after(self) -> None:
         """Show the final states to the intervention."""
@@ -164,7 +125,7 @@ class Run:
             self.initial.after_batch(self.final)
 
     def _prepare(self, step: int, progress: float) -> None:
-        self._set_rates(rate_factor(step, self.steps, self.plan))
+        self.captured.set_rates(rate_factor(step, self.steps, self.plan))
         for module in self.handovers:
             module.progress.fill_(progress)
         if self.initial is not None:
@@ -194,7 +155,7 @@ def train(
         fresh_ids, fresh_labels = next_batch(step)
         if ids.is_cuda:
             for run in runs:
-                torch.cuda.current_stream().wait_stream(run.stream)
+                torch.cuda.current_stream().wait_stream(run.captured.stream)
         ids.copy_(fresh_ids, non_blocking=True)
         labels.copy_(fresh_labels, non_blocking=True)
         for run in runs:

@@ -340,7 +340,7 @@ class Experiment:
                     plans.append((model, plan))
                 runs = self.run(plans, steps, 1000 + seed, 0.0, 0, continued)
                 for run in runs:
-                    run.graph = None
+                    run.captured.release()
                     row = {
                         "model": name,
                         "arm": run.plan.name,

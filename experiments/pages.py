@@ -54,7 +54,7 @@ def renewed(page: str, tables: dict[str, str]) -> str:
 
 
 def write_page(
-    about: str | None, name: str, tables: Callable[[], dict[str, str]], draw: Callable[[Path], None]
+    about: str | None, name: str, tables: Callable[[], dict[str, str]], draw: Callable[[Path], None] | None = None
 ) -> None:
     """The command line of a page: renew its tables and figures, or with --check compare the tables."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -66,4 +66,5 @@ def write_page(
     if args.check:
         raise SystemExit(int(fresh != page))
     path.write_text(fresh, encoding="utf-8")
-    draw(DOCS / "figures")
+    if draw is not None:
+        draw(DOCS / "figures")

@@ -116,7 +116,7 @@ class Study:
 
         train(runs, args.steps, next_batch, ids, labels)
         for run in runs:
-            run.graph = None
+            run.captured.release()
             for module in run.handovers:
                 module.progress.fill_(1.0)
             run.model.eval()

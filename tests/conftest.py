@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton decides when it is imported whether kernels are interpreted, and any test may import it first.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 MIXERS: dict[str, dict[str, Any]] = {
     "gla": {"type": "gla", "num_heads": 2, "key_dim": 8, "value_dim": 16},
@@ -23,11 +28,40 @@ MIXERS: dict[str, dict[str, Any]] = {
     | {"value_dim": 8, "expansion": {"kind": "headwise", "factor": 2}},
     "mamba2": {"type": "mamba2", "inner_dim": 64, "head_dim": 16, "state_dim": 4},
     "mamba2_groups": {"type": "mamba2", "inner_dim": 64, "head_dim": 16, "state_dim": 4, "groups": 2},
+    "hgrn2": {"type": "hgrn2", "num_heads": 3, "key_dim": 6, "value_dim": 10},
+    "hgrn2_conv": {"type": "hgrn2", "num_heads": 2, "key_dim": 8, "value_dim": 8, "lower_bound": 0.6, "conv_width": 4},
+    "mamba": {"type": "mamba", "inner_dim": 50, "state_dim": 3, "dt_rank": 5},
+    "rwkv5": {"type": "rwkv5", "input_dim": 32, "num_heads": 2, "key_dim": 7, "value_dim": 9},
+    "rwkv6": {"type": "rwkv6", "input_dim": 32, "num_heads": 3, "key_dim": 6, "value_dim": 10}
+    | {"mix_rank": 5, "decay_rank": 7},
+    "base_conv": {"type": "base_conv", "channels": 32},
+    "base_conv_wide": {"type": "base_conv", "channels": 32, "kernel": 21},
+    "h3": {"type": "h3", "num_heads": 3, "head_dim": 5, "state_dim": 6, "shift_dim": 4},
+    "base_conv_implicit": {"type": "base_conv", "channels": 32, "implicit": True, "max_length": 60},
+    "hyena": {"type": "hyena", "inner_dim": 20, "max_length": 50, "filter_width": 12, "filter_bands": 3},
+    "kda": {"type": "kda", "num_heads": 3, "key_dim": 6, "value_dim": 10},
+    "kda_negative": {"type": "kda", "num_heads": 2, "key_dim": 8, "value_dim": 8, "conv_width": 0}
+    | {"negative_eigenvalues": True, "gate_rank": 5},
+    "rwkv7": {"type": "rwkv7", "input_dim": 32, "num_heads": 3, "key_dim": 6, "value_dim": 10}
+    | {"decay_rank": 4, "rate_rank": 5, "gate_rank": 7},
+    "mom": {"type": "mom", "num_heads": 2, "key_dim": 8, "value_dim": 16, "memories": 3},
+    "mom_linear": {"type": "mom", "num_heads": 2, "key_dim": 7, "value_dim": 10, "memories": 3, "active": 1}
+    | {"shared": False, "rule": "gated_linear", "conv_width": 0, "output_gate": False, "balance": 0.0},
     "attention": {"type": "attention", "num_heads": 4, "kv_heads": 2, "head_dim": 8},
+    "attention_meta": {"type": "attention", "num_heads": 4, "head_dim": 8, "window": 7, "meta_tokens": 3},
     "attention_window": {"type": "attention", "num_heads": 4, "head_dim": 8, "window": 9},
 }
 MIXERS["handover"] = {"type": "handover", "old": MIXERS["gla"], "new": MIXERS["mamba2"]}
-RECURRENT = {name: mixer for name, mixer in MIXERS.items() if not name.startswith("attention")}
+MIXERS["hymba"] = {"type": "hymba", "attention": MIXERS["attention_meta"], "ssm": MIXERS["mamba2"]}
+MIXERS["retrieval"] = {"type": "retrieval", "base": MIXERS["gla_conv"], "chunk": 5, "top_k": 2, "encoder_dim": 12} | {
+    "num_heads": 6,
+    "head_dim": 7,
+    "kv_heads": 3,
+    "blend": "input",
+}
+GROWING = ("attention", "base_conv_implicit", "hyena", "hymba", "retrieval")
+RECURRENT = {name: mixer for name, mixer in MIXERS.items() if not name.startswith(GROWING)}
+"""Those whose whole state has a fixed size."""
 
 
 class PlainBytes:

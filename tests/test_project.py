@@ -25,7 +25,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 HEIGHT = {"ops": 0, "layers": 1, "models": 2, "demo": 4, "cli": 5} | dict.fromkeys(
-    ("surgery", "training", "evaluation", "diagnostics", "report"), 3
+    ("surgery", "training", "evaluation", "diagnostics", "report", "sweep"), 3
 )
 """A room imports its own height (without circles) and what lies below; files beside the rooms are free to all."""
 
@@ -45,7 +45,15 @@ NEED_EXTRAS = {
         "overview_sections",
         "plots",
         "sections",
+        "sweep_plots",
+        "sweep_sections",
     )
+}
+# Kernels need Triton where they are defined; backend.py, which everybody imports, does not.
+NEED_EXTRAS |= {
+    f"longrecall.ops.triton.{path.stem}"
+    for path in (SOURCE / "ops" / "triton").glob("*.py")
+    if path.stem not in ("__init__", "backend")
 }
 
 

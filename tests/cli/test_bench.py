@@ -26,7 +26,8 @@ def test_ops_are_timed_on_every_backend(capsys: pytest.CaptureFixture[str]) -> N
         "dim": 8,
     }
     rows = facts["results"]
-    assert len(rows) == len({(row["op"], row["what"], row["backend"]) for row in rows}) == 3 * 2 * len(BACKENDS)
+    without_gpu = [backend for backend in BACKENDS.values() if not backend.kernels]
+    assert len(rows) == len({(row["op"], row["what"], row["backend"]) for row in rows}) == 3 * 2 * len(without_gpu)
     for row in rows:
         assert 0 < row["fastest"] <= row["milliseconds"]
         assert row["tokens_per_second"] == pytest.approx(16_000 / row["milliseconds"])

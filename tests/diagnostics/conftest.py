@@ -26,7 +26,8 @@ def tiny_model(*mixers: dict[str, Any], seed: int = 0, context_length: int | Non
     layers = [{"mixer": mixer, "mlp_size": 0} for mixer in mixers]
     config = RecurrentConfig(
         vocab_size=258,
-        hidden_size=16,
+        # Some mixers read the residual stream channel by channel and say how wide it is.
+        hidden_size=next((mixer[key] for mixer in mixers for key in ("channels", "input_dim") if key in mixer), 16),
         layers=layers,
         tie_word_embeddings=False,
         initializer_range=0.6,

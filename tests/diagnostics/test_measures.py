@@ -32,6 +32,7 @@ from longrecall.diagnostics.state_statistics import log_positions
 from longrecall.diagnostics.streaming import segment_ends, text_windows
 from longrecall.errors import UserError
 from longrecall.evaluation.recall import run_cell
+from longrecall.layers.mixers.registry import mixer_config
 from longrecall.tasks import Passkey, PieceEncoder
 from longrecall.tasks.encoding import IGNORE, Sample
 from tests.conftest import MIXERS, RECURRENT
@@ -160,7 +161,11 @@ def test_the_rank_tells_a_full_memory_from_one_with_room() -> None:
     assert full[0] < 0.25 + EXACT and min(full[1:]) > 0.75
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+# BaseConv remembers nothing but the inputs of its convolution.
+WITH_A_STATE = [name for name in RECURRENT if mixer_config(MIXERS[name]).state_size()]
+
+
+@pytest.mark.parametrize("name", WITH_A_STATE)
 def test_state_statistics_are_those_of_the_state(name: str) -> None:
     model, ids = tiny_model(MIXERS["attention"], MIXERS[name]), some_ids(2, 30)
     result = state_statistics(model, ids, [5, 30], columns=4)
@@ -182,6 +187,12 @@ def test_state_statistics_are_those_of_the_state(name: str) -> None:
                 assert head["norm"][place] == pytest.approx(np.linalg.norm(matrices, axis=(1, 2)).mean(), rel=EXACT)
     else:
         assert [layer["mixer"] for layer in result["layers"]] == ["mamba2 (new)", "gla (old)"]
+
+
+def test_state_statistics_say_where_in_a_layer_a_mixer_is() -> None:
+    around = MIXERS["retrieval"] | {"base": MIXERS["hymba"]}
+    result = state_statistics(tiny_model(MIXERS["retrieval"], around), some_ids(2, 30), [30], columns=4)
+    assert [layer["mixer"] for layer in result["layers"]] == ["gla (base)", "mamba2 (base.ssm)"]
 
 
 def test_state_statistics_refuse_what_they_cannot_look_at() -> None:

@@ -46,15 +46,14 @@ def findings(result: dict[str, Any]) -> list[str]:
 
 
 def check_advice(advice: str) -> None:
-    """The command at the end of an advice is one that longrecall takes, down to the keys of the recipe."""
-    found = re.search(r"longrecall (train|expand|diagnose|eval) .*$", advice)
-    if found is None:
-        assert "no method of expand fits" in advice
-        return
-    words = shlex.split(found[0])[1:]
-    args = build_parser((words[0],)).parse_args(words)
-    if words[0] == "train":
-        Recipe.load(RECIPES / args.recipe, args.overrides)
+    """The commands of an advice are those that longrecall takes, down to the keys of the recipe."""
+    found = re.findall(r"longrecall (?:train|expand|diagnose|eval) .*?(?=; or |$)", advice)
+    assert found or "no method of expand enlarges" in advice
+    for command in found:
+        words = shlex.split(command)[1:]
+        args = build_parser((words[0],)).parse_args(words)
+        if words[0] == "train":
+            Recipe.load(RECIPES / args.recipe, args.overrides)
 
 
 @pytest.mark.parametrize("name", ["gla-base", "mamba2-base"])
@@ -214,12 +213,29 @@ def test_expand_is_advised_for_the_layers_that_fit(tokenizer: Any) -> None:
         "recall": {"points": points, "maximum": {"0.5": 128}},
     }
     (finding,) = verdict(result)
-    assert finding["advice"].endswith("longrecall expand 'my model' bigger/ --method grow_state --layers 0,2")
+    commands = finding["advice"].split("; or ")
+    assert commands[0].endswith("longrecall expand 'my model' bigger/ --method grow_state --layers 0,2")
+    retrieval = "longrecall expand 'my model' retrieving/ --method add_retrieval --layers "
+    assert commands[1].endswith(f"{retrieval}0,1,2 --chunk 8") and len(commands) == 2
     check_advice(finding["advice"])
-    result["state"]["layers"] = [layers[1] | {"mixer": "lstm"}]
-    assert "no method of expand fits lstm" in verdict(result)[0]["advice"]
-    result["state"]["layers"] = [layers[0] | {"mixer": "gla (old)"}]
-    assert "finish the handover" in verdict(result)[0]["advice"]
+
+    def advice_for(*mixers: str) -> str:
+        result["state"]["layers"] = [layers[0] | {"layer": n, "mixer": mixer} for n, mixer in enumerate(mixers)]
+        advice: str = verdict(result)[0]["advice"]
+        check_advice(advice)
+        return advice
+
+    lstm = advice_for("lstm")
+    assert "no method of expand enlarges the state of lstm; add retrieval" in lstm
+    assert lstm.endswith(f"{retrieval}0 --chunk 8")
+    assert "finish the handover" in advice_for("gla (old)", "gla (new)")
+    # Mixers inside retrieval layers can grow; retrieval comes once, and branches of hymba are no layers of their own.
+    inside = advice_for("gla (base)", "gla (base)", "mamba2")
+    assert "--method merge_heads --layers 0,1; or " in inside and inside.endswith(f"{retrieval}2 --chunk 8")
+    assert "retrieving/" not in advice_for("gla (base)")
+    hymba = advice_for("mamba2 (ssm)", "retnet (base)")
+    assert "--method merge_heads --layers 1" in hymba and hymba.endswith(f"{retrieval}0 --chunk 8")
+    assert advice_for("mamba2 (base.ssm)").endswith("train with a larger state")
 
 
 def test_a_model_of_attention_alone_has_no_state_to_look_at(tokenizer: Any) -> None:

@@ -15,6 +15,7 @@ from longrecall.models.accounting import (
     describe_sizes,
     equivalent_context,
     key_value_cache_size,
+    retrieval_bytes,
     state_ratio,
     transformer_cache_size,
 )
@@ -133,7 +134,7 @@ def test_the_state_of_every_mixer(name: str) -> None:
     with torch.no_grad():
         (layer,) = RecurrentLM(config)(torch.arange(5)[None]).past_key_values.layers
     held = sum(tensor.numel() for key, tensor in layer.items() if key.endswith("recurrent"))
-    assert account(config).state_size == held and (held > 0) != name.startswith("attention")
+    assert account(config).state_size == held and (held > 0) != name.startswith(("attention", "base_conv", "hyena"))
 
 
 def test_state_of_mamba2_1b3_in_tokens_of_a_transformer() -> None:
@@ -161,4 +162,26 @@ def test_the_model_card_counts_as_accounting_does(tmp_path: Path) -> None:
     assert parameters == sum(parameter.numel() for parameter in model.parameters())
     assert f"| parameters | {parameters:,} (float32) |" in (tmp_path / "saved" / "README.md").read_text(
         encoding="utf-8"
+    )
+
+
+def test_retrieval_keeps_the_ids_once_and_a_vector_a_finished_chunk_and_layer() -> None:
+    layer = {"type": "retrieval", "base": TINY["attention"], "chunk": 64, "encoder_dim": 64}
+    inside = {"type": "handover", "old": layer | {"chunk": 8, "encoder_dim": 5}, "new": TINY["gla"]}
+    plain = RecurrentConfig(vocab_size=32, hidden_size=16, layers=[{"mixer": TINY["gla"]}])
+    assert retrieval_bytes(plain, 1000) == 0
+    config = RecurrentConfig(vocab_size=32, hidden_size=16, layers=[{"mixer": layer}] * 2 + [{"mixer": inside}])
+    ids, vectors = 4 * 1000, 2 * (2 * 64 * (1000 // 64) + 5 * (1000 // 8))
+    assert retrieval_bytes(config, 1000) == ids + vectors
+    assert key_value_cache_size(config, 1000) == 3 * key_value_cache_size(
+        RecurrentConfig(vocab_size=32, hidden_size=16, layers=[{"mixer": TINY["attention"]}]), 1000
+    )
+    with torch.no_grad():
+        state = RecurrentLM(config)(torch.ones(1, 1000, dtype=torch.long)).past_key_values
+    held = [t for x in state.layers for name, t in x.items() if name.rpartition(".")[2] == "chunk"]
+    # The weights are float32 here, and the 16 bits of serving are counted.
+    assert retrieval_bytes(config, 1000) == 4 * state.context.numel() + 2 * sum(t.numel() for t in held)
+    assert account(config).layers[0].sizes == (
+        "attention num_heads=4 kv_heads=2 head_dim=4 window=10"
+        " + weighted chunk=64 top_k=4 encoder_dim=64 num_heads=8 kv_heads=1 head_dim=64 blend=fixed"
     )

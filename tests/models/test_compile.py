@@ -17,7 +17,7 @@ from tests.conftest import RECURRENT
 # The compiler looks at .grad of every tensor it is given, also where that warns.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
-KINDS = ("gla_conv", "gated_delta_net", "mamba2")
+KINDS = ("gla_conv", "gated_delta_net", "kda", "mamba2", "mamba")
 """One for each recurrence, all with convolutions: compiling takes seconds."""
 
 

@@ -216,4 +216,4 @@ def test_norm_without_scale_has_the_dtype_of_the_model() -> None:
 
 
 def test_every_format_is_registered_once() -> None:
-    assert set(FORMATS) == {"longrecall", "mamba2", None, *FORMAT_OF}
+    assert set(FORMATS) == {"longrecall", "mamba", "mamba2", None, *FORMAT_OF}

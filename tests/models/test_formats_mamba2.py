@@ -229,7 +229,6 @@ def test_transformers_config_that_cannot_be_reproduced(key: str, value: object) 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("layer", "Mamba1"),
         ("layer", "Mamba3"),
         ("d_ssm", 1024),
         ("D_has_hdim", True),
@@ -260,9 +259,3 @@ def test_mamba_ssm_config_that_cannot_be_reproduced(key: str, value: object) -> 
     raw = {"d_model": 64, "n_layer": 1, "ssm_cfg": {"layer": "Mamba2"}, key: value}
     with pytest.raises(UserError, match=key):
         config_of(raw)
-
-
-def test_mamba1_is_refused_by_name() -> None:
-    # mamba_ssm's default layer is Mamba1: a config without "layer" is one.
-    with pytest.raises(UserError, match="Mamba2"):
-        config_of({"d_model": 64, "n_layer": 1, "ssm_cfg": {}})

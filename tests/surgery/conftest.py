@@ -31,6 +31,12 @@ MIXERS: dict[str, dict[str, Any]] = {
 }
 
 
+SMALL: dict[str, dict[str, Any]] = {
+    "add_retrieval": {"chunk": 5, "top_k": 2, "encoder_dim": 12, "num_heads": 4, "head_dim": 6, "kv_heads": 2},
+}
+"""Options that make a method fit these models."""
+
+
 def tiny_config(*kinds: str, mlp_size: int = 0) -> RecurrentConfig:
     layers = [{"mixer": MIXERS[kind], "mlp_size": mlp_size} for kind in kinds]
     return RecurrentConfig(vocab_size=VOCAB, hidden_size=WIDTH, layers=layers, context_length=64)
@@ -54,7 +60,7 @@ def operate_on(
     model: RecurrentLM, method: str, layers: tuple[int, ...], init: str, seed: int = 0, **options: object
 ) -> RecurrentLM:
     """The model after surgery, through the pure functions alone; dtype kept, the input untouched."""
-    operation = Operation.check(method, init, options, seed)
+    operation = Operation.check(method, init, SMALL.get(method, {}) | options, seed)
     plans = {layer: operation.plan(layer, model.config.layers[layer]["mixer"]) for layer in layers}
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     for layer in layers:

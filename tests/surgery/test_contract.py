@@ -18,6 +18,7 @@ FITS = {
     "merge_heads": ("gla", "gla_conv", "retnet"),
     "grow_state": ("mamba2", "mamba2_groups", "mamba2_plain"),
     "subheads": ("gated_delta_net", "gated_delta_net_shared", "delta_net", "gla_conv", "gla"),
+    "add_retrieval": ("gla", "mamba2_groups", "attention"),
 }
 CASES = [(method, kind, init) for method, kinds in FITS.items() for kind in kinds for init in METHODS[method].inits]
 # What must be the old function at step 0. inherit of grow_state too: it adds silent channels.
@@ -54,7 +55,7 @@ def test_function_at_step_0(build: Build, operate: Build, tokens: Tensor, method
     before, after = logits(model, tokens), logits(operate(model, method, (0, 2), init), tokens)
     difference = float((before - after).abs().max())
     assert before.abs().max() > 0.1, "the logits are so small that the limits below would mean nothing"
-    if init == "handover":
+    if init == "handover" or (method, init) == ("add_retrieval", "preserve"):
         # y * (1 - 0) + new * 0 is exact in floating point as long as new is finite.
         assert torch.equal(before, after)
     elif (method, init) not in SAME:
@@ -71,7 +72,7 @@ def test_function_at_step_0(build: Build, operate: Build, tokens: Tensor, method
 def test_state_grows_as_planned(build: Build, operate: Build, method: str, kind: str, init: str) -> None:
     model = build(kind, kind)
     heads = model.config.layers[0]["mixer"].get("num_heads", 0)
-    factor = heads if method == "merge_heads" else 4
+    factor = {"merge_heads": heads, "add_retrieval": 1}.get(method, 4)
     grown = operate(model, method, (1,), init)
     one = model.state_size() // 2
     assert grown.state_size() == one + one * (factor + (1 if init == "handover" else 0))
@@ -172,9 +173,11 @@ def test_edit_keeps_each_dtype_and_its_input(build: Build, method: str, kind: st
         model.config.layers[0]["mixer"], mixed, init, operation.options, torch.Generator().manual_seed(0)
     )
     for name, tensor in edited.items():
-        plain = name.replace("mixer.new.", "mixer.").replace("mixer.old.", "mixer.")
+        plain = name.replace("mixer.new.", "mixer.").replace("mixer.old.", "mixer.").replace("mixer.base.", "mixer.")
         expected = {"mixer.progress": torch.float32, "mixer.mixing": torch.bfloat16}.get(name)
         if plain in ("mixer.q_expand.weight", "mixer.k_expand.weight", "mixer.subhead_scale"):
+            expected = torch.bfloat16
+        if method == "add_retrieval" and name.startswith("mixer.") and not name.startswith("mixer.base."):
             expected = torch.bfloat16
         assert tensor.dtype == (expected or originals[plain].dtype), name
     assert set(mixed) == set(originals) and all(torch.equal(mixed[name], originals[name]) for name in mixed)
@@ -214,7 +217,7 @@ def test_broken_weights_are_refused(
     build: Build, operate: Build, method: str, kind: str, init: str, poison: float
 ) -> None:
     model = build(kind, kind)
-    name = "model.layers.1.mixer.conv.weight" if method == "grow_state" else "model.layers.1.mixer.q_proj.weight"
+    name = f"model.layers.1.mixer.{'conv' if kind.startswith('mamba2') else 'q_proj'}.weight"
     model.state_dict()[name].view(-1)[-1] = poison
     with pytest.raises(UserError, match=name.replace(".", r"\.")):
         operate(model, method, (1,), init)
@@ -241,11 +244,12 @@ def test_second_merge_says_why_not(build: Build, operate: Build, kind: str, firs
         operate(once, "merge_heads", (0,), "preserve")
 
 
-@pytest.mark.parametrize(("method", "kind"), [(method, kinds[0]) for method, kinds in FITS.items()])
+@pytest.mark.parametrize(("method", "kind"), [(m, FITS[m][0]) for m in FITS if "handover" in METHODS[m].inits])
 def test_surgery_waits_for_a_handover(build: Build, operate: Build, method: str, kind: str) -> None:
     once = operate(build(kind), method, (0,), "handover")
-    with pytest.raises(UserError, match=r"layer 0 .*handover; finish"):
-        operate(once, method, (0,), "preserve")
+    for second in (method, "add_retrieval"):
+        with pytest.raises(UserError, match=r"layer 0 .*handover; finish"):
+            operate(once, second, (0,), "preserve")
 
 
 @pytest.mark.parametrize(
@@ -253,11 +257,11 @@ def test_surgery_waits_for_a_handover(build: Build, operate: Build, method: str,
     [
         ("merge_heads", "mamba2", ("layer 1 is mamba2", "gla, retnet", "use grow_state")),
         ("grow_state", "gla", ("layer 1 is gla", "mamba2", "use merge_heads")),
-        ("merge_heads", "attention", ("layer 1 is attention", "gla, retnet", "no method fits attention")),
+        ("merge_heads", "attention", ("layer 1 is attention", "gla, retnet", "for attention use add_retrieval")),
         ("grow_state", "gated_delta_net", ("layer 1 is gated_delta_net", "for gated_delta_net use subheads")),
         ("subheads", "retnet", ("layer 1 is retnet", "gated_delta_net, delta_net, gla", "for retnet use merge_heads")),
         ("subheads", "mamba2", ("layer 1 is mamba2", "for mamba2 use grow_state")),
-        ("subheads", "attention", ("layer 1 is attention", "no method fits attention")),
+        ("subheads", "attention", ("layer 1 is attention", "for attention use add_retrieval")),
     ],
 )
 def test_a_method_that_does_not_fit_names_layer_mixer_and_what_fits(

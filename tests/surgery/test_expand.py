@@ -24,12 +24,14 @@ from longrecall.models.loading import load
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.surgery import ExpansionSummary, expand
 from longrecall.surgery.registry import METHODS
+from tests.surgery.conftest import SMALL
 
 Build = Callable[..., RecurrentLM]
 KINDS = {
     "merge_heads": ("gla", "gla_conv", "retnet"),
     "grow_state": ("mamba2", "mamba2_groups", "mamba2_plain"),
     "subheads": ("gated_delta_net", "gla_conv"),
+    "add_retrieval": ("gla", "mamba2"),
 }
 CASES = [(method, kind, init) for method, kinds in KINDS.items() for kind in kinds for init in METHODS[method].inits]
 each_case = pytest.mark.parametrize(("method", "kind", "init"), CASES)
@@ -57,8 +59,8 @@ def test_round_trip_equals_the_pure_functions(
     model = build(kind, "attention", kind)
     save(model, tmp_path / "base")
     (tmp_path / "base" / "tokenizer_config.json").write_text("{}")
-    untouched = files_of(tmp_path / "base")
-    summary = expand(tmp_path / "base", tmp_path / "out", method=method, layers="0,2", init=init, seed=7)
+    untouched, options = files_of(tmp_path / "base"), SMALL.get(method, {})
+    summary = expand(tmp_path / "base", tmp_path / "out", method=method, layers="0,2", init=init, seed=7, **options)
     assert files_of(tmp_path / "base") == untouched
     expected, written = operate(model, method, (0, 2), init, seed=7), load(tmp_path / "out")
     assert written.config.layers == expected.config.layers

@@ -255,7 +255,7 @@ def test_from_the_command_line(build: Build, tmp_path: Path, capsys: pytest.Capt
         (["--factor", "two"], "invalid int"),
         (["--factor", "2", "--set", "factor=4"], "factor is given twice"),
         (["--factor", "2", "--init", "inherit"], "does not fit subheads"),
-        (["--factor", "2", "--layers", "1"], "no method fits attention"),
+        (["--factor", "2", "--layers", "1"], "for attention use add_retrieval"),
     ],
 )
 def test_bad_command_lines_end_in_one_line(

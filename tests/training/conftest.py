@@ -21,7 +21,9 @@ WIDER = {**MAMBA, "state_dim": 8}
 def tiny_model(*mixers: dict[str, Any], seed: int = 0) -> RecurrentLM:
     torch.manual_seed(seed)
     layers = [{"mixer": mixer, "mlp_size": 0 if mixer["type"] == "mamba2" else 24} for mixer in mixers or (MAMBA, GLA)]
-    return RecurrentLM(RecurrentConfig(vocab_size=258, hidden_size=16, layers=layers))
+    # Some mixers read the residual stream channel by channel and say how wide it is.
+    width = next((mixer[key] for mixer in mixers for key in ("channels", "input_dim") if key in mixer), 16)
+    return RecurrentLM(RecurrentConfig(vocab_size=258, hidden_size=width, layers=layers))
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def test_everything_recurrent_is_passed_and_nothing_else(make_model: ModelMaker,
     empty = model.zero_state(2)
     for key, tensor in state.layers[0].items():
         assert not tensor.requires_grad
-        if key.endswith(("recurrent", "conv")):
+        if key.endswith(("recurrent", "conv", "shift")):
             assert torch.equal(tensor, final.layers[0][key])
             assert bool(tensor.any())
         else:

@@ -125,12 +125,13 @@ def bench_ops(args: argparse.Namespace, length: int) -> list[dict[str, Any]]:
         ("gated_linear_attention, decay per head", gated_linear_attention, (q, k, v, per_head)),
         ("gated_delta_rule", gated_delta_rule, (q, k, v, per_head, beta)),
     ]
+    usable = [name for name, backend in BACKENDS.items() if not backend.kernels or device.type == "cuda"]
     rows: list[dict[str, Any]] = []
     for name, op, tensors in cases:
         inputs = [tensor.to(dtype).requires_grad_() for tensor in tensors]
         for backward in (False, True):
             what = "forward+backward" if backward else "forward"
-            for backend in BACKENDS:
+            for backend in usable:
                 step = _op_step(op, inputs, backend, backward)
                 timed = _measure(step, batch * length, args.repeats, device)
                 rows.append({"op": name, "what": what, "backend": backend, **timed})

@@ -1,4 +1,4 @@
-"""`longrecall expand`: enlarge the recurrent state of a checkpoint."""
+"""`longrecall expand`: enlarge the memory of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,9 +8,21 @@ from typing import Any
 
 from longrecall.errors import UserError
 
-HELP = "enlarge the recurrent state of a checkpoint, in chosen layers"
+HELP = "enlarge the memory of a checkpoint, in chosen layers: its recurrent state, or retrieval beside it"
 EXAMPLE = "longrecall expand base/ bigger/ --method grow_state --layers every:12 --init preserve --set state_dim=512"
-METHODS = "merge_heads (GLA, RetNet), grow_state (Mamba-2) or subheads (Gated DeltaNet, DeltaNet, GLA)"
+METHODS = (
+    "merge_heads (GLA, RetNet), grow_state (Mamba-2), subheads (Gated DeltaNet, DeltaNet, GLA) "
+    "or add_retrieval (any mixer)"
+)
+SHORTHANDS = (
+    ("--factor", "factor", int, "E", "times the state grows"),
+    ("--chunk", "chunk", int, "U", "of add_retrieval: tokens of a chunk"),
+    ("--top-k", "top_k", int, "K", "of add_retrieval: chunks that a token reads"),
+    ("--selector", "selector", str, "S", "of add_retrieval: weighted or hard"),
+    ("--encoder-dim", "encoder_dim", int, "N", "of add_retrieval: width of chunk vectors"),
+    ("--heads", "num_heads", int, "H", "of add_retrieval: attention heads"),
+)
+"""Flag, option of the method that it stands for, its type, placeholder and help."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -22,13 +34,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--init", default="preserve", help="preserve, perturb, handover, reinit or inherit [%(default)s]"
     )
-    parser.add_argument(
-        "--factor",
-        type=int,
-        default=None,
-        metavar="E",
-        help="times the state grows; as --set factor=E",
-    )
+    for flag, option, kind, letter, what in SHORTHANDS:
+        parser.add_argument(flag, dest=option, type=kind, metavar=letter, help=f"{what}; as --set {option}={letter}")
     parser.add_argument("--seed", type=int, default=0, help="of the fresh numbers [%(default)s]")
     parser.add_argument(
         "--set",
@@ -45,7 +52,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Expand, print the table (or JSON), return the exit code."""
-    options = parse_options([*args.options, *([] if args.factor is None else [f"factor={args.factor}"])])
+    short = [f"{option}={value}" for _, option, *_ in SHORTHANDS if (value := getattr(args, option)) is not None]
+    options = parse_options([*args.options, *short])
     from longrecall.surgery.expand import expand_with
 
     summary = expand_with(

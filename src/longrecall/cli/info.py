@@ -1,4 +1,7 @@
-"""`longrecall info`: what a checkpoint, or the description of a model, is: layers, parameters, state, surgery."""
+"""`longrecall info`: what a checkpoint, or the description of a model, is: layers, parameters, state, surgery.
+
+With --backends: which implementations of the recurrences can run here.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from longrecall.errors import UserError
 from longrecall.units import parse_length
 
 if TYPE_CHECKING:
@@ -19,7 +23,10 @@ EXAMPLE = "longrecall info bigger/ --context 64k"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
     parser.add_argument(
-        "checkpoint", metavar="CKPT", help="a checkpoint folder, a hub id, or FILE.json (a model description)"
+        "checkpoint",
+        metavar="CKPT",
+        nargs="?",
+        help="a checkpoint folder, a hub id, or FILE.json (a model description)",
     )
     parser.add_argument(
         "--context",
@@ -27,11 +34,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens at which to count key-value caches: 512, 4k, 1m [training context]",
     )
+    parser.add_argument(
+        "--backends",
+        action="store_true",
+        help="instead: list the implementations of the recurrences, usable here or not",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the account of a checkpoint, return the exit code. Reads no weights."""
+    if args.backends:
+        if args.checkpoint is not None:
+            raise UserError("--backends is about this machine, not about a checkpoint; leave one of the two away")
+        backends = describe_backends()
+        print(json.dumps(backends, indent=2) if args.json else backends_as_text(backends))
+        return 0
+    if args.checkpoint is None:
+        raise UserError("nothing to show: name a checkpoint (CKPT), or ask for --backends; see longrecall info --help")
     context = None if args.context is None else parse_length(args.context)
     from longrecall.models.checkpoint import open_checkpoint
     from longrecall.models.description import is_description, read_description
@@ -87,8 +107,33 @@ def describe(
             "transformer_to_state": accounting.state_ratio(config, tokens),
             "state_equals_tokens": accounting.equivalent_context(config, total.state_size),
         },
+        "retrieval": {"context": tokens, "bytes": accounting.retrieval_bytes(config, tokens)},
         "surgery": list(surgery),
     }
+
+
+def describe_backends() -> list[dict[str, Any]]:
+    """Return every backend of the recurrences: its ops, what it is good for, and why it cannot run here, if so."""
+    from longrecall.ops import BACKENDS
+
+    found = []
+    for backend in BACKENDS.values():
+        reason = None if backend.unavailable is None else backend.unavailable()
+        facts = {"name": backend.name, "usable": reason is None, "reason": reason, "purpose": backend.purpose}
+        found.append({**facts, "ops": sorted(backend.functions)})
+    return found
+
+
+def backends_as_text(backends: Sequence[dict[str, Any]]) -> str:
+    """Return the data of `describe_backends` as the lines that a person reads."""
+    from longrecall.tables import aligned
+
+    rows = [("backend", "here", "good for")]
+    for backend in backends:
+        state = "usable" if backend["usable"] else f"not usable: {backend['reason']}"
+        rows.append((backend["name"], state, backend["purpose"]))
+    lines = [line.rstrip() for line in aligned(rows, left=3)]
+    return "\n".join([*lines, *(f"{backend['name']} serves {', '.join(backend['ops'])}" for backend in backends)])
 
 
 def as_text(facts: dict[str, Any]) -> str:
@@ -114,8 +159,9 @@ def as_text(facts: dict[str, Any]) -> str:
         f"training context   {f'{context:,} tokens' if context else 'not recorded'}",
         f"recurrent state    {as_bytes(facts['state_bytes'])} per sequence in float32, at any length:"
         f" {facts['state_size']:,} numbers",
-        f"key-value cache    {as_bytes(cache['bytes'])} at {cache['context']:,} tokens (attention layers, 16 bit):"
+        f"key-value cache    {as_bytes(cache['bytes'])} at {cache['context']:,} tokens (layers that keep one, 16 bit):"
         f" {cache['numbers']:,} numbers",
+        *_retrieval_lines(facts["retrieval"]),
         f"for comparison     a Transformer of this width and depth caches {as_bytes(cache['transformer_bytes'])} there:"
         f" {cache['transformer_numbers']:,} numbers",
         f"  in bytes         the state equals {cache['state_equals_tokens']:,.1f} of its tokens",
@@ -123,6 +169,15 @@ def as_text(facts: dict[str, Any]) -> str:
         "surgery            " + ("none" if not facts["surgery"] else ""),
     ]
     return "\n".join(line.rstrip() for line in [*lines, *map(_surgery_line, facts["surgery"])])
+
+
+def _retrieval_lines(kept: dict[str, Any]) -> list[str]:
+    if not kept["bytes"]:
+        return []
+    return [
+        f"retrieval          {as_bytes(kept['bytes'])} at {kept['context']:,} tokens: their ids, and of each layer"
+        " a vector a chunk"
+    ]
 
 
 def _average_lines(cache: dict[str, Any]) -> list[str]:
@@ -137,10 +192,14 @@ def _average_lines(cache: dict[str, Any]) -> list[str]:
 def _surgery_line(record: dict[str, Any]) -> str:
     # surgery.json is a file that people can edit: a field that is not there shows as "?".
     layers = ",".join(map(str, record.get("layers", ["?"])))
-    state = record.get("state_size", {})
+    counted = "state"
+    state, parameters = record.get("state_size", {}), record.get("parameters", {})
+    # Retrieval leaves the state alone: what it added are parameters.
+    if "before" in state and state["before"] == state.get("after") and parameters:
+        counted, state = "parameters", parameters
     before, after = (format(state[key], ",") if key in state else "?" for key in ("before", "after"))
     method, init, created = (str(record.get(key, "?")) for key in ("method", "init", "created"))
-    return f"  {created[:10]}  {method} ({init}) in layers {layers}: state {before} -> {after}"
+    return f"  {created[:10]}  {method} ({init}) in layers {layers}: {counted} {before} -> {after}"
 
 
 def as_bytes(count: int) -> str:

@@ -18,7 +18,20 @@ from typing import NoReturn, Protocol, cast
 from longrecall import __version__
 from longrecall.errors import UserError, did_you_mean
 
-VERBS = ("demo", "info", "init", "expand", "train", "eval", "diagnose", "generate", "bench", "compare", "report")
+VERBS = (
+    "demo",
+    "info",
+    "init",
+    "expand",
+    "train",
+    "sweep",
+    "eval",
+    "diagnose",
+    "generate",
+    "bench",
+    "compare",
+    "report",
+)
 """In the order in which they are used; the verb `x` lives in `longrecall.cli.x`."""
 
 _DESCRIPTION = "Give a linear-recurrent language model a bigger and better memory, and prove it."

@@ -15,7 +15,7 @@ EXAMPLE = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
-    parser.add_argument("results", nargs="+", metavar="RESULT", help="files written by eval, diagnose and train")
+    parser.add_argument("results", nargs="+", metavar="RESULT", help="files written by eval, diagnose, train and sweep")
     parser.add_argument("-o", "--out", required=True, metavar="FILE.html", help="the page to write")
     parser.add_argument(
         "--label",

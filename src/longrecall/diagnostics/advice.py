@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from longrecall import surgery  # noqa: F401 (importing it registers the methods)
-from longrecall.surgery.registry import METHODS
+from longrecall.layers.retrieval import RetrievalConfig
+from longrecall.surgery.registry import ANY_MIXER, METHODS
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,36 @@ class Advice:
         return f"look at the state too, which tells whether to expand or to train: {command}"
 
     def expand(self) -> str:
-        """For recall that ends in a full state: the method that fits the most layers."""
-        kinds = [(layer, mixer.partition(" ")[0]) for layer, mixer in self.mixers]
-        if any("(" in mixer for _, mixer in self.mixers):
+        """For recall that ends in a full state: the method that fits the most layers, and retrieval."""
+        # "gla", or of a mixer inside another one "gla (old)": its path there.
+        found = [(layer, *mixer.rstrip(")").partition(" (")[::2]) for layer, mixer in self.mixers]
+        if any(path.rpartition(".")[2] in ("old", "new") for _, _, path in found):
             return f"finish the handover that the checkpoint is in first: {self._train('run.output=trained/')}"
-        fits = {name: [layer for layer, kind in kinds if kind in method.mixers] for name, method in METHODS.items()}
+        own = [(layer, kind) for layer, kind, path in found if path in ("", "base")]
+        fits = {
+            name: [layer for layer, kind in own if kind in method.mixers]
+            for name, method in METHODS.items()
+            if method.mixers != ANY_MIXER
+        }
         name = max(fits, key=lambda method: len(fits[method]))
+        retrieval = self._add_retrieval(sorted({layer for layer, _, path in found if not path.startswith("base")}))
         if not fits[name]:
-            names = ", ".join(sorted({kind for _, kind in kinds}))
-            return f"no method of expand fits {names}; add retrieval, or train with a larger state"
+            names = ", ".join(sorted({kind for _, kind, _ in found}))
+            return f"no method of expand enlarges the state of {names}; {retrieval or 'train with a larger state'}"
         layers = "all" if len(fits[name]) == self.layer_count else ",".join(map(str, fits[name]))
         command = f"longrecall expand {self.checkpoint} bigger/ --method {name} --layers {layers}"
-        return f"expand the state or add retrieval, then post-train: {command}"
+        return "; or ".join([f"expand the state, then post-train: {command}", *([retrieval] if retrieval else [])])
+
+    def _add_retrieval(self, layers: Sequence[int]) -> str:
+        """Words and command for three of `layers`, those without retrieval; nothing where there is none."""
+        if not layers or self.training_length < 2:
+            return ""
+        # As RESONA's appendix has it: the first, the middle and the last.
+        chosen = sorted({layers[0], layers[len(layers) // 2], layers[-1]})
+        # Eight chunks a training sequence, so that there is something to choose from.
+        chunk = max(1, min(RetrievalConfig.chunk, self.training_length // 8))
+        command = f"longrecall expand {self.checkpoint} retrieving/ --method add_retrieval"
+        return f"add retrieval, then post-train: {command} --layers {','.join(map(str, chosen))} --chunk {chunk}"
 
     def nothing(self) -> str:
         """For a healthy model."""

@@ -15,6 +15,7 @@ from longrecall.diagnostics.streaming import Segment, forward, rows_at_once, seg
 from longrecall.errors import UserError
 from longrecall.evaluation.statistics import bootstrap_mean_interval
 from longrecall.layers.mixers.attention import PADDING_POSITION
+from longrecall.layers.tokens import NO_TOKEN
 from longrecall.models.state import RecurrentState
 
 
@@ -143,4 +144,8 @@ def join_rows(state: RecurrentState, count: int) -> RecurrentState:
         return torch.cat([old, old.new_full((count, *old.shape[1:]), fill)])
 
     layers = tuple({name: more(name, tensor) for name, tensor in layer.items()} for layer in state.layers)
-    return RecurrentState(layers, torch.cat([state.position, state.position.new_zeros(count)]), state.length)
+    position = torch.cat([state.position, state.position.new_zeros(count)])
+    context = state.context
+    if context is not None:
+        context = torch.cat([context, context.new_full((count, context.shape[1]), NO_TOKEN)])
+    return RecurrentState(layers, position, state.length, context)

@@ -109,7 +109,9 @@ class StateStatistics:
         """Return what `state_statistics` returns; `mixers`: the description of every layer's mixer."""
         layers = []
         for (layer, path), by_position in sorted(self._seen.items()):
-            description = mixers[layer][path] if path else mixers[layer]
+            description = mixers[layer]
+            for part in path.split(".") if path else ():
+                description = description[part]
             keys, values = self._sizes[layer, path]
             heads = len(next(iter(by_position.values()))["mean"])
             positions = [position for position in self.positions if position in by_position]

@@ -117,7 +117,7 @@ def read(
 
 
 def recurrent_tensors(layers: Sequence[LayerState]) -> list[tuple[int, str, Tensor]]:
-    """Return (layer, path, state ``[B, H, K, V]``) of every recurrent state; path: "" or a handover's old or new."""
+    """Return (layer, path, state ``[B, H, K, V]``) of every recurrent state; path: "" or that of a mixer inside."""
     return [
         (index, name.rpartition("recurrent")[0].rstrip("."), tensor)
         for index, layer in enumerate(layers)

@@ -14,6 +14,7 @@ from longrecall.evaluation.harness import HarnessTask
 from longrecall.evaluation.journal import Done, Journal
 from longrecall.evaluation.memory import Room, check_fits
 from longrecall.evaluation.parallel import Ranks
+from longrecall.evaluation.passage_similarity import PassageSimilarity
 from longrecall.evaluation.position_loss import PositionLoss
 from longrecall.evaluation.preparing import check_numbers, create_tasks, describe_model, result_settings
 from longrecall.evaluation.recall import CellJob
@@ -164,7 +165,7 @@ def _jobs(
     model: Any, tokenizer: Any, tasks: Sequence[Task], lengths: list[int], samples: int, seed: int, room: Room
 ) -> list[_Job]:
     """Return what is to do. Draws the first sample of each cell, so impossible cells fail before anything runs."""
-    encode = PieceEncoder(tokenizer)
+    encode = PieceEncoder(tokenizer, similarity=PassageSimilarity(model))
     jobs: list[_Job] = []
     for task in tasks:
         if isinstance(task, HarnessTask):

@@ -7,16 +7,16 @@ line that says what the run is, then a line for each example. It is deleted when
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from longrecall.errors import UserError
 from longrecall.evaluation.parallel import Ranks
 from longrecall.evaluation.results import SCHEMA, read_result
 from longrecall.files import ELSEWHERE, check_writable, write_json
+from longrecall.json_lines import JsonLines, read_json_lines
 
 Timed = tuple[dict[str, Any], float]
 """The record of an example and the seconds it took."""
@@ -49,13 +49,13 @@ class Journal:
         # As it comes back from the file: no tuples.
         self._head: dict[str, Any] = json.loads(json.dumps(head))
         self._ranks, self._resume = ranks, resume
-        self._file: BinaryIO | None = None
         if self._out is None:
             if resume:
                 raise UserError("resume needs an output file (--out): that is where finished examples are kept")
             return
         check_writable(self._out)
         self._path = self._out.with_name(f"{self._out.name}.partial" + (f".{ranks.rank}" if ranks.rank else ""))
+        self._lines = JsonLines(self._path, ELSEWHERE)
         if resume:
             self._look_back(self._out)
 
@@ -95,36 +95,23 @@ class Journal:
                 path.unlink()
         self._ranks.wait()
         whole = _read(self._path)[2] if self._path.exists() else 0
-        try:
-            self._file = self._path.open("r+b" if whole else "wb")
-            self._file.truncate(whole)
-            self._file.seek(whole)
-        except OSError as error:
-            raise UserError(f"cannot write {self._path}: {error.strerror or error}; {ELSEWHERE}") from error
+        self._lines.open(whole)
         if not whole:
-            self._write([self._head])
+            self._lines.write([self._head])
 
     def add(self, key: str, records: Mapping[int, dict[str, Any]], seconds: float) -> Done:
         """Keep the records of a batch that took `seconds`; they are on the disk when this returns."""
         each = round(seconds / max(1, len(records)), 6)
-        if self._file is not None:
-            self._write(
+        if self._out is not None:
+            self._lines.write(
                 {"job": key, "index": index, "seconds": each, "record": record} for index, record in records.items()
             )
         return {key: {index: (record, each) for index, record in records.items()}}
 
-    def _write(self, lines: Any) -> None:
-        if self._file is not None:
-            text = "".join(json.dumps(line, ensure_ascii=True, allow_nan=False) + "\n" for line in lines)
-            self._file.write(text.encode("ascii"))
-            self._file.flush()
-            os.fsync(self._file.fileno())
-
     def close(self) -> None:
         """Stop writing; the journal stays."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._out is not None:
+            self._lines.close()
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the result and delete the journal; all processes call it, the first one writes."""
@@ -146,29 +133,17 @@ class Journal:
 
 
 def _read(path: Path) -> tuple[dict[str, Any] | None, Done, int]:
-    """Return (the first line, what is done, bytes of whole lines); the last line may be cut off by a kill."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}; leave out --resume to start over") from error
-    head: dict[str, Any] | None = None
+    """Return (the first line, what is done, bytes of whole lines)."""
+    heads: list[dict[str, Any]] = []
     done: Done = {}
-    whole = 0
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            data = json.loads(line)
-            if number == 1:
-                if data["kind"] != "partial evaluation":
-                    raise ValueError("it is no journal of eval")
-                head = data
-            else:
-                done.setdefault(data["job"], {})[int(data["index"])] = (dict(data["record"]), float(data["seconds"]))
-        except (KeyError, TypeError, ValueError) as error:
-            if number > 1 and not any(lines[number:]):
-                break
-            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise UserError(
-                f"cannot resume {path}: line {number} is damaged ({reason}); leave out --resume to start over"
-            ) from error
-        whole += len(line) + 1
-    return head, done, whole
+
+    def take(number: int, data: Any) -> None:
+        if number > 1:
+            done.setdefault(data["job"], {})[int(data["index"])] = (dict(data["record"]), float(data["seconds"]))
+            return
+        if data["kind"] != "partial evaluation":
+            raise ValueError("it is no journal of eval")
+        heads.append(data)
+
+    whole = read_json_lines(path, take)
+    return heads[0] if heads else None, done, whole

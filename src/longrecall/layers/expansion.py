@@ -42,6 +42,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Expander(nn.Module):
     """Base of the expansions: ``expand(y, x)`` makes ``[B, T, H, E * D]`` of y ``[B, T, H, D]`` and the layer's x."""
 
+    reads_input: ClassVar[bool] = False
+    """Whether the layer's input is read beside the projection."""
     has_activation: ClassVar[bool] = True
     """Whether the kind has a place between the projection and the expansion."""
 
@@ -111,6 +113,8 @@ class ProductExpansion(Expander):
 
 class OuterProductExpansion(Expander):
     """LFM (Pramanik et al. 2024, AGaLiTe): subhead j of head i is relu(w_ij . x) * y_i."""
+
+    reads_input = True
 
     def __init__(self, config: ExpansionConfig, heads: int, width: int, hidden_size: int) -> None:
         super().__init__(config, heads, width, hidden_size)

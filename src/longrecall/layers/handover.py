@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.nested import read_nested
+from longrecall.layers.tokens import TokenContext
 
 
 @dataclass(frozen=True)
@@ -48,20 +50,16 @@ class Handover(nn.Module):
         self.register_buffer("progress", torch.zeros((), dtype=torch.float32))
 
     def forward(
-        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
+        self,
+        x: Tensor,
+        state: LayerState | None,
+        *,
+        mask: Tensor | None,
+        position: Tensor,
+        context: TokenContext | None = None,
     ) -> tuple[Tensor, LayerState]:
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and both states, prefixed ``old.`` and ``new.``."""
-        outputs, new_state = [], {}
-        for path in ("old", "new"):
-            y, after = getattr(self, path)(x, _under(state, path), mask=mask, position=position)
-            outputs.append(y)
-            new_state.update({f"{path}.{name}": tensor for name, tensor in after.items()})
+        paths = ("old", "new")
+        (old, new), after = read_nested(self, paths, x, state, mask=mask, position=position, context=context)
         share = self.progress.to(x.dtype)
-        return outputs[0] * (1 - share) + outputs[1] * share, new_state
-
-
-def _under(state: LayerState | None, path: str) -> LayerState | None:
-    if state is None:
-        return None
-    prefix = f"{path}."
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+        return old * (1 - share) + new * share, after

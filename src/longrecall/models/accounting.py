@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from longrecall.layers.mixers.attention import AttentionConfig
 from longrecall.layers.mixers.base import MixerConfig
+from longrecall.layers.retrieval import RetrievalConfig
 from longrecall.models.config import RecurrentConfig
 
 STATE_BYTES = 4
@@ -15,6 +15,10 @@ STATE_BYTES = 4
 
 CACHE_BYTES = 2
 """Key-value caches are counted in 16-bit numbers, as they are served."""
+
+
+TOKEN_BYTES = 4
+"""A state keeps token ids as int32."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,17 @@ _SHOWN = (
     "head_dim",
     "state_dim",
     "groups",
+    "memories",
+    "active",
     "conv_width",
+    "channels",
+    "kernel",
+    "shift_dim",
+    "implicit",
+    "max_length",
+    "filter_width",
     "window",
+    "meta_tokens",
     "merged",
 )
 
@@ -86,13 +99,21 @@ _SHOWN = (
 def describe_sizes(mixer: dict[str, Any], mlp_size: int = 0) -> str:
     """Return the sizes of a mixer description (defaults written out) as one line, e.g. `num_heads=4 key_dim=256`.
 
-    A handover shows its old mixer, and of the new one what differs.
+    A handover shows its old mixer, and of the new one what differs; hymba shows its branches, retrieval its base.
     """
+    if mixer["type"] == "retrieval":
+        base, own = mixer["base"], ("chunk", "top_k", "encoder_dim", "num_heads", "kv_heads", "head_dim")
+        shown = " ".join([mixer["selector"], *(f"{name}={mixer[name]}" for name in own), f"blend={mixer['blend']}"])
+        return f"{base['type']} {describe_sizes(base)} + {shown}{f' mlp={mlp_size}' if mlp_size else ''}"
     if mixer["type"] == "handover":
         old, new = mixer["old"], mixer["new"]
         changed = {key: value for key, value in new.items() if value != old.get(key)}
         return f"{old['type']} {describe_sizes(old)} -> {describe_sizes({**changed, 'type': new['type']})}"
-    parts = ["merged" if key == "merged" else f"{key}={mixer[key]}" for key in _SHOWN if mixer.get(key)]
+    if mixer["type"] == "hymba":
+        branches = [mixer[name] for name in ("attention", "ssm", "third") if name in mixer]
+        shown = " + ".join(f"{branch['type']} {describe_sizes(branch)}" for branch in branches)
+        return f"{shown} mlp={mlp_size}" if mlp_size else shown
+    parts = [key if mixer[key] is True else f"{key}={mixer[key]}" for key in _SHOWN if mixer.get(key)]
     if expansion := mixer.get("expansion"):
         parts.append(f"expansion={expansion['kind']}:{expansion['factor']}")
         parts += [] if expansion["subheads"] else ["subheads=no"]
@@ -100,18 +121,37 @@ def describe_sizes(mixer: dict[str, Any], mlp_size: int = 0) -> str:
 
 
 def key_value_cache_size(config: RecurrentConfig, context: int) -> int:
-    """Return the numbers that the attention layers of `config` cache for one sequence of `context` tokens.
+    """Return the numbers that the layers of `config` cache for one sequence of `context` tokens.
 
-    Keys and values: 2 * kv_heads * head_dim a token and layer, at most `window` tokens where a layer has one.
+    Attention keeps keys and values: 2 * kv_heads * head_dim a token and layer, at most `window` tokens where a layer
+    has one. Implicit convolutions (`hyena`, `base_conv`) keep one number a channel and token.
     """
-    return sum(_cache_size(layer.mixer, context) for layer in config.layer_configs())
+    return sum(numbers * _kept(window, context) for numbers, window in _caches(config))
 
 
-def _cache_size(mixer: MixerConfig, context: int) -> int:
-    if not isinstance(mixer, AttentionConfig):
-        return 0
-    kept = context if mixer.window is None else min(context, mixer.window)
-    return 2 * int(mixer.kv_heads or mixer.num_heads) * mixer.head_dim * kept
+def _caches(config: RecurrentConfig) -> list[tuple[int, int | None]]:
+    return [cache for layer in config.layer_configs() for cache in layer.mixer.caches()]
+
+
+def _kept(window: int | None, context: int) -> int:
+    return context if window is None else min(context, window)
+
+
+def retrieval_bytes(config: RecurrentConfig, context: int) -> int:
+    """Return what retrieval layers keep of one sequence of `context` tokens, in bytes; 0 without such a layer.
+
+    One vector of `encoder_dim` 16-bit numbers a finished chunk and layer, and the token ids (32 bit) once.
+    """
+    layers = [found for layer in config.layer_configs() for found in _retrieval_layers(layer.mixer)]
+    vectors = sum(layer.encoder_dim * (context // layer.chunk) for layer in layers)
+    return CACHE_BYTES * vectors + (TOKEN_BYTES * context if layers else 0)
+
+
+def _retrieval_layers(mixer: MixerConfig) -> list[RetrievalConfig]:
+    if isinstance(mixer, RetrievalConfig):
+        return [mixer]
+    inner = [getattr(mixer, name) for name in mixer.nested]
+    return [found for config in inner if config is not None for found in _retrieval_layers(config)]
 
 
 def average_key_value_cache_size(config: RecurrentConfig, context: int) -> float:
@@ -123,10 +163,9 @@ def average_key_value_cache_size(config: RecurrentConfig, context: int) -> float
     W * H * (d_qk + d_v).
     """
     total = 0.0
-    for layer in config.layer_configs():
-        if isinstance(layer.mixer, AttentionConfig) and context:
-            kept = context if layer.mixer.window is None else min(context, layer.mixer.window)
-            total += _cache_size(layer.mixer, context) * (1 - kept / (2 * context))
+    for numbers, window in _caches(config) if context else []:
+        kept = _kept(window, context)
+        total += numbers * kept * (1 - kept / (2 * context))
     return total
 
 

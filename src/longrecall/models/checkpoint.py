@@ -132,7 +132,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a checkpoint folder (or hub id) without reading its tensors; every name, shape and type is checked.
 
     Args:
-        path: a folder in native, fla, transformers mamba2 or mamba_ssm format, or `org/name` on the hub.
+        path: a folder in native, fla, transformers mamba or mamba2, or mamba_ssm format, or `org/name` on the hub.
 
     Raises:
         UserError: no such folder; a config.json that is missing, damaged, or says something longrecall cannot

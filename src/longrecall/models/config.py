@@ -100,6 +100,10 @@ class RecurrentConfig(PreTrainedConfig):
         """Numbers in the recurrent state of one sequence, all layers together."""
         return sum(layer.mixer.state_size() for layer in self.layer_configs())
 
+    def reads_tokens(self) -> bool:
+        """Whether a layer looks up tokens that were read before, so that a state must keep their ids."""
+        return any(layer.mixer.reads_tokens for layer in self.layer_configs())
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor of a checkpoint, in the order of docs/architecture.md."""
         d = self.hidden_size

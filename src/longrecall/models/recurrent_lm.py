@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from longrecall.errors import UserError
-from longrecall.layers.mixers.base import LayerState
+from longrecall.layers.mixers.base import LayerState, without_auxiliary_losses
 from longrecall.layers.mlp import SwiGLU
 from longrecall.layers.norm import RMSNorm
+from longrecall.layers.tokens import TokenContext, token_argument
 from longrecall.models.config import LayerConfig, RecurrentConfig
+from longrecall.models.generation import CapturedSteps, DecodingOptions, RecurrentGeneration
+from longrecall.models.losses import next_token_loss, next_token_loss_of_hidden
 from longrecall.models.state import RecurrentState
 from longrecall.ops.packing import check_boundaries, document_mask, pack, unpack
 
@@ -32,12 +33,15 @@ class RecurrentOutput(ModelOutput):
         logits: ``[B, T, vocab]``, or the last `logits_to_keep` positions of it.
         past_key_values: the new RecurrentState, None with ``use_cache=False``.
         hidden_states: the residual stream before every layer and after the last norm, if asked for.
+        auxiliary_loss: sum of the losses that layers add in training mode (MoM's balance), already weighed; None where
+            there is none. It is not a part of `loss`: training adds it.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     past_key_values: Any = None
     hidden_states: tuple[Tensor, ...] | None = None
+    auxiliary_loss: Tensor | None = None
 
 
 class RecurrentLayer(nn.Module):
@@ -46,15 +50,23 @@ class RecurrentLayer(nn.Module):
     def __init__(self, config: LayerConfig, hidden_size: int, norm_eps: float) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(hidden_size, norm_eps)
+        self.mixer_config = config.mixer
         self.mixer = config.mixer.build(hidden_size)
         self.mlp_norm = RMSNorm(hidden_size, norm_eps) if config.mlp_size else None
         self.mlp = SwiGLU(hidden_size, config.mlp_size) if config.mlp_size else None
 
     def forward(
-        self, x: Tensor, state: LayerState | None, mask: Tensor | None, position: Tensor, dtype: torch.dtype
+        self,
+        x: Tensor,
+        state: LayerState | None,
+        mask: Tensor | None,
+        position: Tensor,
+        dtype: torch.dtype,
+        context: TokenContext | None = None,
     ) -> tuple[Tensor, LayerState]:
         """The residual stream x ``[B, T, d]`` (any float dtype), computed on in `dtype`."""
-        y, new_state = self.mixer(self.mixer_norm(x).to(dtype), state, mask=mask, position=position)
+        tokens = token_argument(self.mixer_config, context)
+        y, new_state = self.mixer(self.mixer_norm(x).to(dtype), state, mask=mask, position=position, **tokens)
         x = x + y
         if self.mlp is not None and self.mlp_norm is not None:
             x = x + self.mlp(self.mlp_norm(x).to(dtype))
@@ -73,7 +85,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Projections normal(0, initializer_range); those into the residual stream divided by sqrt(2 * layers)."""
+        """Projections and embeddings normal(0, initializer_range), norms one; mixers reset what is theirs."""
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)
@@ -83,11 +95,6 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             nn.init.ones_(module.weight)
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
-        if isinstance(module, RecurrentLayer):
-            scale = std / math.sqrt(2 * max(1, self.config.num_hidden_layers))
-            for name, parameter in module.named_parameters():
-                if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
-                    nn.init.normal_(parameter, std=scale)
 
 
 class RecurrentModel(RecurrentPreTrainedModel):
@@ -110,33 +117,58 @@ class RecurrentModel(RecurrentPreTrainedModel):
         self.embeddings = cast(nn.Embedding, value)
 
     def forward(
-        self, x: Tensor, state: RecurrentState | None, mask: Tensor | None, keep_hidden: bool = False
-    ) -> tuple[Tensor, RecurrentState, list[Tensor]]:
-        """Embeddings ``[B, T, d]``, a state -> normed stream ``[B, T, d]``, the new state, streams if asked for."""
+        self,
+        x: Tensor,
+        state: RecurrentState | None,
+        mask: Tensor | None,
+        keep_hidden: bool = False,
+        ids: Tensor | None = None,
+    ) -> tuple[Tensor, RecurrentState, list[Tensor], list[Tensor]]:
+        """Embeddings ``[B, T, d]``, a state -> normed stream ``[B, T, d]``, the new state, streams if asked for.
+
+        The last of what is returned are the layers' own losses.
+
+        `ids` ``[B, T]`` are the tokens that were embedded; layers that look up tokens need them (UserError without).
+        """
+        context = self._token_context(state, mask, ids)
         dtype = x.dtype
         if self.config.residual_in_fp32 and dtype != torch.float64:
             x = x.float()
         batch, length = x.shape[:2]
         position = x.new_zeros(batch, dtype=torch.long) if state is None else state.position
-        new_layers, hidden = [], []
+        new_layers, hidden, losses = [], [], []
         for index, layer in enumerate(self.layers):
             if keep_hidden:
                 hidden.append(x)
             before = None if state is None else state.layers[index]
             if self.gradient_checkpointing and self.training:
-                x, after = self._gradient_checkpointing_func(layer.__call__, x, before, mask, position, dtype)
+                x, after = self._gradient_checkpointing_func(layer.__call__, x, before, mask, position, dtype, context)
             else:
-                x, after = layer(x, before, mask, position, dtype)
+                x, after = layer(x, before, mask, position, dtype, context)
+            after, own_losses = without_auxiliary_losses(after)
             new_layers.append(after)
+            losses += own_losses
         x = self.norm(x).to(dtype)
         if keep_hidden:
             hidden.append(x)
         read = length if mask is None else mask.sum(1)
         columns = length + (0 if state is None else state.length)
-        return x, RecurrentState(tuple(new_layers), position + read, columns), hidden
+        kept = None if context is None else context.ids
+        return x, RecurrentState(tuple(new_layers), position + read, columns, kept), hidden, losses
+
+    def _token_context(
+        self, state: RecurrentState | None, mask: Tensor | None, ids: Tensor | None
+    ) -> TokenContext | None:
+        if not self.config.reads_tokens():
+            return None
+        if ids is None:
+            raise UserError(
+                "this model has retrieval layers, which look up tokens by their ids: pass input_ids, not inputs_embeds"
+            )
+        return TokenContext.read(None if state is None else state.context, ids, mask, self.embeddings)
 
 
-class RecurrentLM(RecurrentPreTrainedModel, GenerationMixin):
+class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin):
     """A causal language model whose layers are recurrences (or attention), each with its own sizes."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012 (transformers' own protocol)
@@ -148,6 +180,7 @@ class RecurrentLM(RecurrentPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = RecurrentModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.decoding, self.captured_steps = DecodingOptions(), CapturedSteps()
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -172,6 +205,7 @@ class RecurrentLM(RecurrentPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
+        loss_only: bool = False,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
@@ -186,6 +220,7 @@ class RecurrentLM(RecurrentPreTrainedModel, GenerationMixin):
             cu_seqlens: int ``[N + 1]``: B = 1 holds N documents side by side, each read from its own (zero) state;
                 the returned state then has one row per document.
             logits_to_keep: compute logits for the last so many positions only (or for the given ones); 0 = all.
+            loss_only: return the loss of `labels` without logits, which need not all be in memory then.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -201,25 +236,38 @@ class RecurrentLM(RecurrentPreTrainedModel, GenerationMixin):
                 )
             check_boundaries(cu_seqlens, x.shape[1])
             x, mask = unpack(x, cu_seqlens), document_mask(cu_seqlens)
-        hidden, state, streams = self.model(x, past_key_values, mask, bool(output_hidden_states))
+            input_ids = None if input_ids is None else unpack(input_ids, cu_seqlens)
+        hidden, state, streams, losses = self.model(x, past_key_values, mask, bool(output_hidden_states), input_ids)
         if cu_seqlens is not None:
             hidden, streams = pack(hidden, cu_seqlens), [pack(stream, cu_seqlens) for stream in streams]
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden[:, kept] if not isinstance(logits_to_keep, int) or logits_to_keep else hidden)
-        loss = None if labels is None else next_token_loss(logits, labels)
+        logits, loss = self._logits_and_loss(hidden, labels, logits_to_keep, loss_only)
         return RecurrentOutput(
             loss=loss,
             logits=logits,
             past_key_values=state if use_cache is not False else None,
             hidden_states=tuple(streams) if output_hidden_states else None,
+            auxiliary_loss=torch.stack(losses).sum() if losses else None,
         )
+
+    def _logits_and_loss(
+        self, hidden: Tensor, labels: Tensor | None, logits_to_keep: int | Tensor, loss_only: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if loss_only:
+            if labels is None:
+                raise ValueError("loss_only needs labels")
+            return None, next_token_loss_of_hidden(hidden, self.lm_head.weight, labels)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden[:, kept] if not isinstance(logits_to_keep, int) or logits_to_keep else hidden)
+        return logits, None if labels is None else next_token_loss(logits, labels)
 
     def zero_state(self, batch_size: int) -> RecurrentState:
         """The state before the first token: zeros, on the model's device."""
         layers = tuple(
             layer.mixer.zero_state(batch_size, self.device, self.dtype) for layer in self.config.layer_configs()
         )
-        return RecurrentState(layers, torch.zeros(batch_size, dtype=torch.long, device=self.device))
+        context = torch.zeros((batch_size, 0), dtype=torch.int32, device=self.device)
+        position = torch.zeros(batch_size, dtype=torch.long, device=self.device)
+        return RecurrentState(layers, position, context=context if self.config.reads_tokens() else None)
 
     def state_size(self) -> int:
         """Numbers in the recurrent state of one sequence."""
@@ -273,15 +321,3 @@ class RecurrentLM(RecurrentPreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         """No key-value cache of transformers: the state comes out of the first forward pass."""
         return False
-
-
-def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in float32 of labels ``[B, T]`` (-100 = ignored) given the logits one position before each.
-
-    A batch without any label has loss 0, not NaN.
-    """
-    targets = labels[:, 1:].flatten()
-    predictions = logits[:, :-1].flatten(0, 1)
-    predictions = predictions if predictions.dtype == torch.float64 else predictions.float()
-    total = F.cross_entropy(predictions, targets, ignore_index=-100, reduction="sum")
-    return total / (targets != -100).sum().clamp(min=1)

@@ -31,6 +31,8 @@ class RecurrentState:
         layers: per layer a mapping from name to tensor, batch first (docs/architecture.md lists the names).
         position: int64 ``[B]``: real (unpadded) tokens each row has read.
         length: columns read, padding included; what transformers calls the cache's sequence length.
+        context: int32 ``[B, tokens]``: the real tokens each row has read, from the left without gaps, then -1; None for
+            a model without retrieval layers, which alone look them up.
     """
 
     is_compileable: ClassVar[bool] = False
@@ -39,6 +41,7 @@ class RecurrentState:
     layers: tuple[LayerState, ...]
     position: Tensor
     length: int = 0
+    context: Tensor | None = None
 
     @property
     def batch_size(self) -> int:
@@ -50,7 +53,7 @@ class RecurrentState:
         return self.length
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RecurrentState:
-        """A new state with `function` applied to every layer tensor (not to the positions)."""
+        """A new state with `function` applied to every layer tensor (not to the positions and token ids)."""
         layers = tuple({name: function(tensor) for name, tensor in layer.items()} for layer in self.layers)
         return replace(self, layers=layers)
 
@@ -60,12 +63,15 @@ class RecurrentState:
 
     def to(self, device: torch.device | str) -> RecurrentState:
         """The same numbers on another device."""
-        return replace(self.map(lambda tensor: tensor.to(device)), position=self.position.to(device))
+        context = None if self.context is None else self.context.to(device)
+        return replace(self.map(lambda t: t.to(device)), position=self.position.to(device), context=context)
 
     def select_rows(self, index: Tensor) -> RecurrentState:
         """Rows in the order of int64 `index`, for beam search and for answering many questions from one state."""
         rows = self.map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
-        return replace(rows, position=self.position.index_select(0, index.to(self.position.device)))
+        index = index.to(self.position.device)
+        context = None if self.context is None else self.context.index_select(0, index)
+        return replace(rows, position=self.position.index_select(0, index), context=context)
 
     def repeat_rows(self, count: int) -> RecurrentState:
         """Every row `count` times, side by side."""
@@ -87,6 +93,8 @@ class RecurrentState:
             for name, t in layer.items()
         }
         tensors["position"] = self.position.cpu()
+        if self.context is not None:
+            tensors["context"] = self.context.cpu()
         # safetensors cannot hold a tensor and its view; clone what shares storage, such as expanded rows.
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         metadata = {"format": FORMAT, "fingerprint": fingerprint, "length": json.dumps(self.length)}
@@ -123,7 +131,8 @@ class RecurrentState:
             )
         layers: list[LayerState] = [{} for _ in range(model.config.num_hidden_layers)]
         for name, tensor in tensors.items():
-            if name != "position":
+            if name not in ("position", "context"):
                 index, _, key = name.partition(".")
                 layers[int(index)][key] = tensor.to(model.device)
-        return cls(tuple(layers), tensors["position"].to(model.device), json.loads(metadata["length"]))
+        context = tensors["context"].to(model.device) if "context" in tensors else None
+        return cls(tuple(layers), tensors["position"].to(model.device), json.loads(metadata["length"]), context)

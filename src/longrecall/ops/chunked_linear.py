@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longrecall.ops.products import einsum_product, product
+
 CHUNK = 64
 SUB_BLOCK = 16
 # Chunks worked on together: on the CPU few enough to stay near the cache, elsewhere enough to fill the device.
@@ -27,21 +29,39 @@ STRONGEST_DECAY = {torch.float32: -30.0, torch.float64: -700.0}
 
 
 def gated_linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float, state: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    scale: float,
+    state: Tensor,
+    products: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Same contract as `reference.gated_linear_attention`; all tensors in the accumulation dtype."""
-    return _over_segments(q, k, v, log_decay, None, scale, state)
+    """Same contract as `reference.gated_linear_attention`; all tensors in the accumulation dtype.
+
+    `products`: bfloat16 lets products of matrices multiply in it (`products.py`), with one decay per head or none; with
+    one per channel the exponentials take most of the time, and no gain was measured.
+    """
+    low = products if log_decay is None or log_decay.dim() == 3 else None
+    return _over_segments(q, k, v, log_decay, None, scale, state, low or v.dtype)
 
 
 def merged_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, mixing: Tensor, scale: float, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Same contract as `reference.merged_linear_attention`; a chunk's scores are mixed before they meet the values."""
-    return _over_segments(q, k, v, log_decay, mixing.to(v.dtype), scale, state)
+    return _over_segments(q, k, v, log_decay, mixing.to(v.dtype), scale, state, v.dtype)
 
 
 def _over_segments(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, mixing: Tensor | None, scale: float, state: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    mixing: Tensor | None,
+    scale: float,
+    state: Tensor,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     if log_decay is not None:
         log_decay = log_decay.clamp(min=STRONGEST_DECAY[log_decay.dtype])
@@ -52,15 +72,21 @@ def _over_segments(
     decays = [None] * len(pieces[0]) if log_decay is None else log_decay.split(step, dim=1)
     outputs = []
     for q_n, k_n, v_n, decay in zip(*pieces, decays, strict=True):
-        out, state = _segment(q_n, k_n, v_n, decay, mixing, state)
+        out, state = _segment(q_n, k_n, v_n, decay, mixing, state, dtype)
         outputs.append(out)
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), state
 
 
 def _segment(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, mixing: Tensor | None, state: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    mixing: Tensor | None,
+    state: Tensor,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """One segment. Value heads are held as [B, G, R]: R of them read each of the G key heads."""
+    """One segment. Value heads are held as [B, G, R]: R of them read each of the G key heads; `dtype` of products."""
     length, groups = q.shape[1:3]
     q, k, v = to_chunks(q), to_chunks(k), to_chunks(v)
     if mixing is None:
@@ -70,13 +96,13 @@ def _segment(
     if log_decay is not None and log_decay.dim() == 4:
         scores, increments, total, q, scale_in = _channel_decay(q, k, values, log_decay)
     else:
-        scores, increments, total, scale_in = _head_decay(q, k, values, log_decay)
+        scores, increments, total, scale_in = _head_decay(q, k, values, log_decay, dtype)
     before, state = carry(increments, total, state.unflatten(1, (groups, -1)))
-    inter = torch.einsum("bgnck,bgrnkv->bgrncv", q, before)
+    inter = einsum_product("bgnck,bgrnkv->bgrncv", q, before, dtype)
     if scale_in is not None:
         inter = inter * scale_in
     if mixing is None:
-        out = (scores @ values + inter).flatten(1, 2)
+        out = (product(scores, values, dtype) + inter).flatten(1, 2)
     else:
         out = _mixed(scores[:, :, 0], v, inter[:, :, 0], mixing)
     return from_chunks(out, length), state.flatten(1, 2)
@@ -94,22 +120,22 @@ def _channel_decay(
 
 
 def _head_decay(
-    q: Tensor, k: Tensor, values: Tensor, log_decay: Tensor | None
+    q: Tensor, k: Tensor, values: Tensor, log_decay: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Scores, state increments, total log decay of each chunk, decay of queries; for one decay per head, or none."""
     size, groups = q.shape[-2], q.shape[1]
     causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    scores = (q @ k.transpose(-1, -2)).masked_fill(~causal, 0.0)[:, :, None]
+    scores = product(q, k.transpose(-1, -2), dtype).masked_fill(~causal, 0.0)[:, :, None]
     # einsum, not a product with k[:, :, None]: one wide product for the heads of a group, and k is not repeated.
     increments = "bgnck,bgrncv->bgrnkv"
     if log_decay is None:
         total = q.new_zeros((*values.shape[:4], 1))
-        return scores, torch.einsum(increments, k, values), total, None
+        return scores, einsum_product(increments, k, values, dtype), total, None
     decay = F.pad(log_decay, (0, 0, 0, -log_decay.shape[1] % size)).unflatten(1, (-1, size))
     cumulative = decay.movedim(-1, 1).cumsum(-1).unflatten(1, (groups, -1))
     between = (cumulative[..., :, None] - cumulative[..., None, :]).masked_fill(~causal, 0.0).exp()
     to_end = (cumulative[..., -1:] - cumulative).exp()[..., None]
-    written = torch.einsum(increments, k, values * to_end)
+    written = einsum_product(increments, k, values * to_end, dtype)
     return scores * between, written, cumulative[..., -1:], cumulative.exp()[..., None]
 
 

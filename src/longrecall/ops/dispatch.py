@@ -1,10 +1,13 @@
-"""The public recurrences: check the inputs, choose a backend, run it in the accumulation dtype.
+"""The public recurrences: check the inputs, choose a backend, run it.
 
-A backend has one function per op, and a sentence that says what it is good for.
+A backend has a function for each op that it serves, a sentence that says what it is good for and, where it cannot
+serve everything, a function that says why it declines a call. Asked for by name (`backend=`, or LONGRECALL_BACKEND in
+the environment) it serves the call or raises; left to choose, dispatch takes the fastest one that does not decline.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,21 +16,33 @@ import torch
 from torch import Tensor
 
 from longrecall.errors import did_you_mean
-from longrecall.ops import chunked_delta, chunked_linear, reference
+from longrecall.ops import blocked_scan, chunked_delta, chunked_generalised, chunked_linear, reference
 from longrecall.ops.packing import check_boundaries, pack, unpack
+from longrecall.ops.products import product_dtype
 from longrecall.ops.shapes import accumulation_dtype, check_attention_inputs, prepare_state
+from longrecall.ops.triton import backend as triton
 
 # Up to this many steps the plain loop does less work than one padded chunk.
 SHORTEST_CHUNKED = 4
+# On a GPU a shorter sequence is bound by launches, and the plain loops make fewer of them.
+SHORTEST_TRITON = 16
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of every op: its functions by op name and what it is good for."""
+    """One implementation of the ops: its functions by op name and what it is good for."""
 
     name: str
     functions: dict[str, Callable[..., tuple[Tensor, Tensor]]]
     purpose: str
+    declines: Callable[[str, dict[str, Tensor | None]], str | None] | None = None
+    """(op, inputs) -> why it cannot serve the call, or None. A backend without it serves all of its ops."""
+    unavailable: Callable[[], str | None] | None = None
+    """Why it can serve nothing on this machine, or None."""
+    kernels: bool = False
+    """Takes inputs in the dtypes they have; the others get them in the accumulation dtype."""
+    low_products: frozenset[str] = frozenset()
+    """Ops whose function takes `products`, the dtype in which matrices are multiplied."""
 
 
 BACKENDS = {
@@ -38,7 +53,9 @@ BACKENDS = {
             {
                 "gated_linear_attention": reference.gated_linear_attention,
                 "gated_delta_rule": reference.gated_delta_rule,
+                "generalised_delta_rule": reference.generalised_delta_rule,
                 "merged_linear_attention": reference.merged_linear_attention,
+                "selective_scan": reference.selective_scan,
             },
             "the step-by-step definition; used for one-token decoding",
         ),
@@ -47,9 +64,25 @@ BACKENDS = {
             {
                 "gated_linear_attention": chunked_linear.gated_linear_attention,
                 "gated_delta_rule": chunked_delta.gated_delta_rule,
+                "generalised_delta_rule": chunked_generalised.generalised_delta_rule,
                 "merged_linear_attention": chunked_linear.merged_linear_attention,
+                "selective_scan": blocked_scan.selective_scan,
             },
             "matrix products over chunks in plain torch; CPU and GPU, any dtype",
+            low_products=frozenset({"gated_linear_attention", "gated_delta_rule"}),
+        ),
+        Backend(
+            "triton",
+            {
+                "gated_linear_attention": triton.gated_linear_attention,
+                "gated_delta_rule": triton.gated_delta_rule,
+                "merged_linear_attention": triton.merged_linear_attention,
+                "selective_scan": triton.selective_scan,
+            },
+            "fused kernels for NVIDIA GPUs; float32, float16, bfloat16",
+            declines=triton.declines,
+            unavailable=triton.unavailable,
+            kernels=True,
         ),
     )
 }
@@ -78,7 +111,7 @@ def gated_linear_attention(
         log_decay: natural logarithm, <= 0: ``[B, T, G, K]`` per key channel, ``[B, T, H]`` per head, None for no decay.
         scale: factor of the outputs; None = ``K ** -0.5``.
         initial_state: ``[B, H, K, V]``; None = zeros. With `cu_seqlens` B is the number of documents.
-        backend: "reference" or "chunked"; None chooses.
+        backend: "reference", "chunked" or "triton"; None chooses.
         cu_seqlens: int ``[N + 1]``: B = 1 holds N documents side by side, each with a state of its own.
 
     Returns:
@@ -86,7 +119,7 @@ def gated_linear_attention(
         float64 inputs). Gradients reach every input, the initial state included.
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown backend.
+        ValueError: shapes that do not fit, an unknown backend, or one that cannot serve this call.
     """
     check_attention_inputs(q, k, v, log_decay)
     tensors = {"q": q, "k": k, "v": v, "log_decay": log_decay}
@@ -108,19 +141,48 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     r"""Gated delta rule.
 
-    .. math:: S_t = e^{g_t}(I - \beta_t k_t k_t^\top) S_{t-1} + \beta_t k_t v_t^\top, \qquad
+    .. math:: S_t = (I - \beta_t k_t k_t^\top)\, \mathrm{diag}(e^{g_t}) S_{t-1} + \beta_t k_t v_t^\top, \qquad
               o_t = \mathrm{scale}\, q_t S_t
 
-    Source: Yang et al. 2025 (Gated DeltaNet), equation 10; `log_decay` None gives DeltaNet (Yang et al. 2024b).
-    Keys are taken as given: normalise outside. `log_decay` ``[B, T, H]`` or None; `beta` ``[B, T, H]``; all else, and
-    what is returned and raised, as in `gated_linear_attention`.
+    Source: Yang et al. 2025 (Gated DeltaNet), equation 10; `log_decay` None gives DeltaNet (Yang et al. 2024b), one per
+    key channel Kimi Delta Attention (Kimi Team 2025, section 3). Keys are taken as given: normalise outside.
+    `log_decay` ``[B, T, H]``, ``[B, T, G, K]`` or None; `beta` ``[B, T, H]``; all else, and what is returned and
+    raised, as in `gated_linear_attention`.
     """
     check_attention_inputs(q, k, v, log_decay, beta)
-    if log_decay is not None and log_decay.dim() != 3:
-        raise ValueError(f"the gated delta rule has one decay per head, [B, T, H]; got {list(log_decay.shape)}")
     tensors = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
     state_shape = (v.shape[2], q.shape[3], v.shape[3])
     return _run("gated_delta_rule", tensors, state_shape, scale, initial_state, backend, cu_seqlens)
+
+
+def generalised_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    removal: Tensor,
+    replacement: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    backend: str | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Generalised delta rule: a decay per key channel, and separate keys for removing and replacing.
+
+    .. math:: S_t = (\mathrm{diag}(e^{g_t}) - b_t^\top a_t) S_{t-1} + k_t^\top v_t, \qquad
+              o_t = \mathrm{scale}\, q_t S_t
+
+    Source: Peng et al. 2025 (RWKV-7), section 4, with rows for columns. `removal` a, `replacement` b and `log_decay`
+    ``[B, T, G, K]``; all else, and what is returned and raised, as in `gated_linear_attention`.
+    """
+    check_attention_inputs(q, k, v, log_decay)
+    for name, x in (("log_decay", log_decay), ("removal", removal), ("replacement", replacement)):
+        if x.shape != k.shape:
+            raise ValueError(f"{name} must be {list(k.shape)} as the keys; got {list(x.shape)}")
+    tensors = {"q": q, "k": k, "v": v, "log_decay": log_decay, "removal": removal, "replacement": replacement}
+    state_shape = (v.shape[2], q.shape[3], v.shape[3])
+    return _run("generalised_delta_rule", tensors, state_shape, scale, initial_state, backend, cu_seqlens)
 
 
 def merged_linear_attention(
@@ -171,20 +233,41 @@ def _run(
     q, padded = tensors["q"], tensors["v"]
     dtype = accumulation_dtype(*tensors.values(), initial_state, mixing)
     state = prepare_state(initial_state, (padded.shape[0], *state_shape), v, dtype)
-    inputs = {name: None if x is None else x.to(dtype) for name, x in tensors.items()}
-    if mixing is not None:
-        inputs["mixing"] = mixing.to(dtype)
-    function = _choose(backend, padded.shape[1]).functions[op]
+    inputs = tensors if mixing is None else {**tensors, "mixing": mixing}
+    chosen = choose_backend(backend, op, {**inputs, "state": state})
+    if not chosen.kernels:
+        inputs = {name: None if x is None else x.to(dtype) for name, x in inputs.items()}
+    options = {"products": product_dtype(v, dtype)} if op in chosen.low_products else {}
     scale = q.shape[3] ** -0.5 if scale is None else scale
     with torch.autocast(v.device.type, enabled=False):
-        out, final = function(**inputs, scale=scale, state=state) if padded.shape[1] else (padded, state)
+        out, final = (
+            chosen.functions[op](**inputs, scale=scale, state=state, **options) if padded.shape[1] else (padded, state)
+        )
     out = out.to(v.dtype)
     return (out if cu_seqlens is None else pack(out, cu_seqlens)), final
 
 
-def _choose(name: str | None, length: int) -> Backend:
+def choose_backend(name: str | None, op: str, inputs: dict[str, Tensor | None]) -> Backend:
+    """The backend of this name for a call, or with None the fastest; ValueError where it cannot serve the call."""
+    name = name or os.environ.get("LONGRECALL_BACKEND") or None
     if name is None:
-        return BACKENDS["chunked" if length > SHORTEST_CHUNKED else "reference"]
+        return _fastest(op, inputs)
     if name not in BACKENDS:
         raise ValueError(f'unknown backend "{name}"; there are {", ".join(BACKENDS)}.{did_you_mean(name, BACKENDS)}')
-    return BACKENDS[name]
+    backend = BACKENDS[name]
+    reason = None if backend.declines is None else backend.declines(op, inputs)
+    if reason is not None:
+        raise ValueError(f'backend "{name}" cannot serve this call of {op}: {reason}')
+    return backend
+
+
+def _fastest(op: str, inputs: dict[str, Tensor | None]) -> Backend:
+    # In plain torch the selective scan launches kernels for every step, so that its own kernel wins sooner.
+    scan = op == "selective_scan"
+    tokens = inputs["x" if scan else "v"]
+    assert tokens is not None
+    length = tokens.shape[1]
+    if length <= SHORTEST_CHUNKED:
+        return BACKENDS["reference"]
+    kernels = tokens.is_cuda and (scan or length >= SHORTEST_TRITON) and triton.declines(op, inputs) is None
+    return BACKENDS["triton" if kernels else "chunked"]

@@ -11,8 +11,9 @@ from typing import Any
 from longrecall.errors import UserError, did_you_mean
 from longrecall.evaluation.results import SCHEMA, check_result, read_json
 from longrecall.report.diagnoses import Diagnosis, parse_diagnosis
+from longrecall.report.sweeps import Sweep, parse_sweep
 
-KINDS = ("evaluation", "training", "diagnosis")
+KINDS = ("evaluation", "training", "diagnosis", "sweep")
 _PLACES = {
     "phonebook": ("pairs",),
     "passkey": ("length", "depth"),
@@ -70,10 +71,11 @@ class Inputs:
     evaluations: tuple[Evaluation, ...]
     trainings: tuple[Training, ...]
     diagnoses: tuple[Diagnosis, ...] = ()
+    sweeps: tuple[Sweep, ...] = ()
 
     @property
     def labels(self) -> list[str]:
-        """Every label once, in the order that gives each its colour, marker and line on the whole page."""
+        """Every label once, in the order that gives each its colour, marker and line; sweeps have none of these."""
         entries: list[Evaluation | Training | Diagnosis] = [*self.evaluations, *self.diagnoses, *self.trainings]
         return list(dict.fromkeys(entry.label for entry in entries))
 
@@ -86,24 +88,29 @@ def read_inputs(paths: Sequence[str | Path], labels: Mapping[str, str] | None = 
             among `paths`, or the same label twice.
     """
     if not paths:
-        raise UserError("a report needs at least one result file; eval --out, diagnose --out and train write them")
+        raise UserError(
+            "a report needs at least one result file; eval --out, diagnose --out, train and sweep write them"
+        )
     chosen = _labels_by_file(paths, labels or {})
     evaluations: list[Evaluation] = []
     trainings: list[Training] = []
     diagnoses: list[Diagnosis] = []
+    sweeps: list[Sweep] = []
     for path in paths:
         data = read_json(path)
         source = str(path)
         kind = _kind(data, source)
-        label = _label(data, source, chosen, [*evaluations, *trainings, *diagnoses])
+        label = _label(data, source, chosen, [*evaluations, *trainings, *diagnoses, *sweeps])
         if kind == "evaluation":
             check_result(data, source)
             evaluations.append(Evaluation(label, source, data, _measurements(data, source)))
         elif kind == "diagnosis":
             diagnoses.append(parse_diagnosis(data, source, label))
+        elif kind == "sweep":
+            sweeps.append(parse_sweep(data, source, label))
         else:
             trainings.append(Training(label, source, data, _log(data, source)))
-    return Inputs(tuple(evaluations), tuple(trainings), tuple(diagnoses))
+    return Inputs(tuple(evaluations), tuple(trainings), tuple(diagnoses), tuple(sweeps))
 
 
 def _labels_by_file(paths: Sequence[str | Path], labels: Mapping[str, str]) -> dict[Path, str]:
@@ -135,7 +142,7 @@ def _label(
     data: Mapping[str, Any],
     source: str,
     chosen: Mapping[Path, str],
-    earlier: Sequence[Evaluation | Training | Diagnosis],
+    earlier: Sequence[Evaluation | Training | Diagnosis | Sweep],
 ) -> str:
     place = Path(source).resolve()
     taken = {entry.label: entry.source for entry in earlier if entry.data["kind"] == data["kind"]}

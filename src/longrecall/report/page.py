@@ -26,7 +26,7 @@ def build_report(
     """Write one self-contained HTML page that compares result files; it loads nothing from anywhere.
 
     Args:
-        result_paths: files of `longrecall eval`, `diagnose` and `train`, in the order in which they shall appear.
+        result_paths: files of `longrecall eval`, `diagnose`, `train` and `sweep`, in the order of the page.
             "before" and "after" (by label, else first and last) are compared; one labelled "control" or "continued"
             stands for plain continued training.
         out: the page; it appears only when it is whole.

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from longrecall.report import diagnosis_sections, length_sections, overview_sections, plots
+from longrecall.report import diagnosis_sections, length_sections, overview_sections, plots, sweep_sections
 from longrecall.report.blocks import Block, Note, Plot, Section, Table, with_interval
 from longrecall.report.diagnoses import Diagnosis
 from longrecall.report.inputs import Evaluation, Inputs, Training
@@ -17,6 +17,7 @@ from longrecall.report.summaries import (
     difference,
     headlines,
 )
+from longrecall.report.sweeps import Sweep
 from longrecall.report.tables import PLOTTED, cell_keys, cell_table, measured_by
 
 _MOST_LOG_ROWS = 40
@@ -41,6 +42,9 @@ def all_sections(inputs: Inputs) -> list[Section]:
         diagnosis_sections.state,
         diagnosis_sections.remembrance,
         diagnosis_sections.recall,
+        sweep_sections.mqar,
+        sweep_sections.mad,
+        sweep_sections.other_cells,
         sizes,
         training,
         other_tasks,
@@ -199,7 +203,17 @@ def sizes(inputs: Inputs) -> Section | None:
     header = ("checkpoint", "parameters", "numbers in the recurrent state", "state of one sequence, float32")
     blocks: list[Block] = [Table("Parameters and state sizes", header, tuple(rows))]
     if history:
-        columns = ("checkpoint", "method", "init", "layers", "seed", "state", "tensors touched")
+        columns = (
+            "checkpoint",
+            "method",
+            "init",
+            "layers",
+            "seed",
+            "options",
+            "state",
+            "parameters",
+            "tensors touched",
+        )
         blocks.append(Table("Surgery", columns, tuple(history)))
     return Section("sizes", "State and parameters", blocks)
 
@@ -235,7 +249,8 @@ def training(inputs: Inputs) -> Section | None:
 def provenance(inputs: Inputs) -> Section:
     """Where every number comes from."""
     rows = []
-    entries: list[Evaluation | Diagnosis | Training] = [*inputs.evaluations, *inputs.diagnoses, *inputs.trainings]
+    entries: list[Evaluation | Diagnosis | Training | Sweep] = [*inputs.evaluations, *inputs.diagnoses]
+    entries += [*inputs.trainings, *inputs.sweeps]
     for entry in entries:
         data = entry.data
         environment = data.get("environment") or {}
@@ -254,7 +269,7 @@ def provenance(inputs: Inputs) -> Section:
     header = ("label", "kind", "created", "longrecall", "environment", "fingerprint", "file")
     blocks: list[Block] = [Table("Result files", header, tuple(rows))]
     for entry in entries:
-        what = "recipe" if entry.data["kind"] == "training" else "settings"
+        what = "recipe" if entry.data["kind"] in ("training", "sweep") else "settings"
         settings = entry.data.get(what)
         flat = tuple((name, value) for name, value in _flatten(settings or {}) if value)
         if flat:
@@ -282,15 +297,23 @@ def _ratio(checkpoint: Mapping[str, Any], first: Mapping[str, Any], key: str) ->
 
 
 def _record(record: Mapping[str, Any]) -> tuple[str, ...]:
-    state = record.get("state_size") or {}
+    options = record.get("options") or {}
     return (
         str(record.get("method", "–")),
         str(record.get("init", "–")),
         ", ".join(str(layer) for layer in record.get("layers", ())) or "–",
         str(record.get("seed", "–")),
-        f"{_integer(state.get('before'))} → {_integer(state.get('after'))}",
+        ", ".join(f"{name} {value}" for name, value in options.items()) or "–",
+        _change(record.get("state_size") or {}),
+        _change(record.get("parameters") or {}),
         _integer(len(record.get("touched", ()))),
     )
+
+
+def _change(counts: Mapping[str, Any]) -> str:
+    before, after = counts.get("before"), counts.get("after")
+    # Retrieval adds to what a layer can look up, and leaves its state alone.
+    return f"{_integer(before)} (unchanged)" if before == after else f"{_integer(before)} → {_integer(after)}"
 
 
 def _flatten(data: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

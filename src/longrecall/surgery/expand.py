@@ -15,11 +15,18 @@ from torch import Tensor
 
 from longrecall import __version__
 from longrecall.errors import UserError
-from longrecall.models.accounting import ModelAccount, account
+from longrecall.models.accounting import ModelAccount, account, retrieval_bytes
 from longrecall.models.config import RecurrentConfig
-from longrecall.surgery import grow_state, merge_heads, subheads
+from longrecall.surgery import add_retrieval, grow_state, merge_heads, subheads
 from longrecall.surgery.fresh import layer_generator
 from longrecall.surgery.handover import finished_config
+from longrecall.surgery.inside_retrieval import (
+    check_init_inside,
+    join_tensors,
+    plan_inside,
+    split_tensors,
+    works_inside,
+)
 from longrecall.surgery.layer_selection import select_layers
 from longrecall.surgery.registry import Method, Plan, Tensors, find_method
 from longrecall.surgery.streaming import check_places, write_checkpoint
@@ -29,7 +36,10 @@ if TYPE_CHECKING:
     from longrecall.models.checkpoint import Checkpoint
 
 # The modules register their methods when they are imported; naming them keeps the imports from looking unused.
-BUILT_IN = (merge_heads.METHOD, grow_state.METHOD, subheads.METHOD)
+BUILT_IN = (merge_heads.METHOD, grow_state.METHOD, subheads.METHOD, add_retrieval.METHOD)
+
+UNKNOWN_CONTEXT = 4096
+"""Tokens at which caches are counted when a checkpoint does not say how long its training sequences were."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(mixer\..+|mixer_norm\.weight)")
 
@@ -54,11 +64,16 @@ class Operation:
 
     def plan(self, layer: int, mixer: Mapping[str, Any]) -> Plan:
         """Return what one layer becomes; raise UserError, naming the layer, when this operation does not fit it."""
-        self.method.check_mixer(layer, mixer)
+        inside = works_inside(self.method, mixer)
+        target = mixer["base"] if inside else mixer
+        self.method.check_mixer(layer, target)
+        if inside:
+            check_init_inside(layer, self.init)
         try:
-            return self.method.plan(mixer, self.init, self.options)
+            plan = self.method.plan(target, self.init, self.options)
         except UserError as error:
-            raise UserError(f"{self.method.name}, layer {layer} ({mixer['type']}): {error}") from None
+            raise UserError(f"{self.method.name}, layer {layer} ({target['type']}): {error}") from None
+        return plan_inside(mixer, plan) if inside else plan
 
 
 def expand(
@@ -77,7 +92,8 @@ def expand(
     Args:
         src: checkpoint folder (or whatever `longrecall.load` takes); it is never changed.
         dst: output folder. It appears complete at the end or not at all.
-        method: `merge_heads` (GLA, RetNet), `grow_state` (Mamba-2) or `subheads` (Gated DeltaNet, DeltaNet, GLA).
+        method: `merge_heads` (GLA, RetNet), `grow_state` (Mamba-2), `subheads` (Gated DeltaNet, DeltaNet, GLA) or
+            `add_retrieval` (any mixer).
         layers: `every:M`, `first:N`, `all`, `0,6,12`, or indices.
         init: `preserve`, `perturb`, `handover`, `reinit` or `inherit`; the modules of the methods say what each does.
         seed: of all fresh numbers; a layer's numbers do not depend on which other layers are chosen.
@@ -112,11 +128,15 @@ def expand_with(
     operation = Operation.check(method, init, options, seed)
     check_places(src, dst)
     source = open_checkpoint(src)
+    if operation.method.check_model is not None:
+        operation.method.check_model(source.config, operation.options)
     chosen = select_layers(layers, len(source.config.layers))
     plans = {layer: operation.plan(layer, source.config.layers[layer]["mixer"]) for layer in chosen}
     config = planned_config(source.config, plans)
     accounts = account(source.config), account(config), account(finished_config(config))
-    summary = _summary(operation, plans, accounts, str(src), str(dst), written=not dry_run)
+    context = config.context_length or UNKNOWN_CONTEXT
+    kept = context, retrieval_bytes(config, context)
+    summary = _summary(operation, plans, accounts, kept, str(src), str(dst), written=not dry_run)
     if not dry_run:
         tensors = _edited(source, operation, plans)
         write_checkpoint(source, dst, config, tensors, lambda: [*source.surgery, _record(summary, source)], force=force)
@@ -148,7 +168,11 @@ def edit_layer(
                 f"model.layers.{layer}.{name} holds NaN or Inf; surgery would hide that, use an undamaged checkpoint"
             )
     generator = layer_generator(operation.seed, layer, earlier_surgeries)
-    return operation.method.transform(mixer, tensors, operation.init, operation.options, generator)
+    transform, init, options = operation.method.transform, operation.init, operation.options
+    if not works_inside(operation.method, mixer):
+        return transform(mixer, tensors, init, options, generator)
+    base, others = split_tensors(tensors)
+    return join_tensors(transform(mixer["base"], base, init, options, generator), others)
 
 
 def _edited(source: Checkpoint, operation: Operation, plans: Mapping[int, Plan]) -> Iterator[tuple[str, Tensor]]:
@@ -173,6 +197,7 @@ def _summary(
     operation: Operation,
     plans: Mapping[int, Plan],
     accounts: tuple[ModelAccount, ModelAccount, ModelAccount],
+    kept: tuple[int, int],
     src: str,
     dst: str,
     *,
@@ -196,6 +221,8 @@ def _summary(
         parameters_after=after.parameters,
         state_finished=finished.state_size,
         parameters_finished=finished.parameters,
+        context=kept[0],
+        retrieval_bytes=kept[1],
         written=written,
     )
 

@@ -10,15 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from longrecall.errors import UserError, did_you_mean
 
+if TYPE_CHECKING:
+    from longrecall.models.config import RecurrentConfig
+
 INITS = ("preserve", "perturb", "handover", "reinit", "inherit")
 """Every way to fill an enlarged layer, in the order in which help texts list them."""
+
+ANY_MIXER = ("any mixer",)
+"""`mixers` of a method that fits every type (a layer in the middle of a handover apart)."""
 
 MixerDescription = Mapping[str, Any]
 """A mixer as a RecurrentConfig holds it, every default written out: `{"type": "mamba2", "state_dim": 4, ...}`."""
@@ -83,11 +89,12 @@ class Plan:
 
 PlanFunction = Callable[[MixerDescription, str, Mapping[str, Any]], Plan]
 TransformFunction = Callable[[MixerDescription, Tensors, str, Mapping[str, Any], torch.Generator], Tensors]
+ModelCheck = Callable[["RecurrentConfig", Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to enlarge a state: the mixers it fits, its inits and options, and its two functions.
+    """A way to enlarge a memory: the mixers it fits, its inits and options, and its two functions.
 
     `plan(mixer, init, options)` raises UserError (without a place; the caller adds the layer) when the layer cannot be
     enlarged. `transform(mixer, tensors, init, options, generator)` gets every tensor of the layer under `mixer.` and
@@ -103,6 +110,12 @@ class Method:
     transform: TransformFunction
     senseless: tuple[tuple[str, str], ...] = ()
     """Inits of `INITS` that could mean nothing here, each with the reason."""
+    check_model: ModelCheck | None = None
+    """Raises UserError when the options do not fit the whole model, whose config it gets; None: they always do."""
+
+    def fits(self, kind: str) -> bool:
+        """Return whether layers of mixer type `kind` can have this surgery."""
+        return self.mixers == ANY_MIXER or kind in self.mixers
 
     def check_init(self, init: str) -> None:
         """Raise UserError when `init` is no init of this method."""
@@ -139,9 +152,11 @@ class Method:
         kind = str(mixer.get("type"))
         if kind == "handover":
             raise UserError(f"layer {layer} is in the middle of a handover; finish its training before new surgery")
-        if kind in self.mixers:
+        if self.fits(kind):
             return
-        others = [method.name for method in METHODS.values() if kind in method.mixers]
+        # Those made for this mixer before those that fit any.
+        methods = sorted(METHODS.values(), key=lambda method: method.mixers == ANY_MIXER)
+        others = [method.name for method in methods if method.fits(kind)]
         advice = f"for {kind} use {' or '.join(others)}" if others else f"no method fits {kind}"
         raise UserError(
             f"layer {layer} is {kind}, but {self.name} fits {', '.join(self.mixers)}; {advice}, or choose other layers"

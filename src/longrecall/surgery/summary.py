@@ -32,7 +32,9 @@ class ExpansionSummary:
 
     `touched` names the tensors that surgery made, changed, or gave a larger state to address (what a recipe's
     `touched: 10x` speeds up). State sizes are numbers per sequence. `after` is the checkpoint as written, `finished` as
-    it will be once a handover has dropped its old path (equal for every other init). `written` is False for a dry run.
+    it will be once a handover has dropped its old path (equal for every other init). `retrieval_bytes` is what
+    the retrieval layers of the new checkpoint keep of `context` tokens, its training length (4096 if unknown).
+    `written` is False for a dry run.
     """
 
     method: str
@@ -50,6 +52,8 @@ class ExpansionSummary:
     parameters_after: int
     state_finished: int
     parameters_finished: int
+    context: int
+    retrieval_bytes: int
     written: bool
 
     @property
@@ -86,6 +90,9 @@ class ExpansionSummary:
         lines = aligned([header, *rows, total], left=2)
         state = _ratio(self.state_after, self.state_before)
         lines.append(f"* {self.method}, {self.init}: state {state}, parameters {self._added():+,}")
+        if self.retrieval_bytes:
+            kept = f"{self.retrieval_bytes / 1024:,.1f} KiB at {self.context:,} tokens"
+            lines.append(f"  retrieval keeps {kept}: their ids, and of each such layer a vector a chunk")
         if self.init == "handover":
             finished = _ratio(self.state_finished, self.state_before)
             lines.append(
@@ -122,4 +129,4 @@ def _arrow(before: str, after: str) -> str:
 
 
 def _ratio(after: int, before: int) -> str:
-    return f"x{after / before:.3g}" if before else "unchanged"
+    return f"x{after / before:.3g}" if before and after != before else "unchanged"

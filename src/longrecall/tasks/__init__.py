@@ -30,6 +30,8 @@ from longrecall.tasks.registry import (
     register,
     task_names,
 )
+from longrecall.tasks.sequence_registry import create_sequence_task, sequence_task_names
+from longrecall.tasks.sequences import SequenceTask, sequence_batch
 from longrecall.tasks.text import read_text
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "QuestionTask",
     "RecallTask",
     "Sample",
+    "SequenceTask",
     "SpokenPasskey",
     "Task",
     "TextMetricTask",
@@ -61,6 +64,7 @@ __all__ = [
     "babilong_sequence",
     "copying_byte_batch",
     "copying_sequence",
+    "create_sequence_task",
     "create_task",
     "passkey_byte_batch",
     "passkey_sequence",
@@ -70,5 +74,7 @@ __all__ = [
     "read_text",
     "register",
     "sample_generator",
+    "sequence_batch",
+    "sequence_task_names",
     "task_names",
 ]

@@ -18,6 +18,9 @@ IGNORE = -100
 CellValue = int | float | str
 Cell = Mapping[str, CellValue]
 
+Similarity = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[float]]
+"""Passages and a question, both as token ids -> how alike each passage is to the question."""
+
 _T = TypeVar("_T")
 
 
@@ -134,13 +137,16 @@ class PieceEncoder:
 
     `opening` is what stands before all pieces: the tokenizer's beginning-of-text token (`bos_token_id`), which a model
     has read before every document of its training; empty where the tokenizer has none.
+
+    `similarity` is how the model that is evaluated compares passages with a question; None where there is no model.
     """
 
-    def __init__(self, tokenizer: TextEncoder, capacity: int = 65536) -> None:
+    def __init__(self, tokenizer: TextEncoder, capacity: int = 65536, similarity: Similarity | None = None) -> None:
         self._tokenizer = tokenizer
         self._capacity = capacity
         self._known: dict[str, tuple[int, ...]] = {}
         self._derived: dict[Hashable, Any] = {}
+        self.similarity = similarity
         begin = getattr(tokenizer, "bos_token_id", None)
         self.opening: tuple[int, ...] = () if begin is None else (int(begin),)
 

@@ -11,8 +11,22 @@ from torch import Tensor, nn
 
 from longrecall.training.recipe import OptimizerRecipe
 
-NO_DECAY = ("norm.weight", "bias", "A_log", ".D", "mixing", "subhead_scale", "conv.weight", "embeddings.weight")
-"""Ends of names without weight decay: scales, offsets, time constants, filters of four taps, and the embedding."""
+NO_DECAY = (
+    *("norm.weight", "bias", "A_log", ".D", "mixing", "subhead_scale", "conv.weight", "embeddings.weight"),
+    *("A_imag", "log_step", ".C", ".skip", ".frequency", "meta_key", "meta_value", "temperature"),
+    *(".mix", ".mix_x", ".mix_up", "mix_down.weight", ".decay", "decay_down.weight", "decay_up.weight", ".bonus"),
+    *(
+        ".rate",
+        "removal_scale",
+        "rate_scale",
+        "rate_down.weight",
+        "rate_up.weight",
+        "gate_down.weight",
+        "gate_up.weight",
+    ),
+    *(".filter.in_weight", ".filter.inner_weight", ".filter.out_weight"),
+)
+"""Ends of names without weight decay: scales, offsets, time constants, filters, meta tokens, and the embedding."""
 
 INITIAL_STATE = "initial_state."
 """How the names of a learned initial state begin."""

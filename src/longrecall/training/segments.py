@@ -92,6 +92,8 @@ def read_batch(
 ) -> Tensor:
     """Read a batch from the states that `initial` chooses and show `initial` where it ended; return the mean loss.
 
+    Losses of the layers (MoM's balance) are in it.
+
     Args:
         input_ids, labels: int64 ``[B, T]`` on the model's device.
         text: bool ``[B]``: the rows of running text.
@@ -105,8 +107,8 @@ def read_batch(
         before = None if before is None else segments.spread(before, initial.continues)
     else:
         before = initial.before_batch(text[segments.row])
-    out = model(**arguments, past_key_values=before)
+    out = model(**arguments, past_key_values=before, loss_only=True)
     final: RecurrentState = out.past_key_values
     initial.after_batch(segments.ends(final) if segments is not None and initial.by_row else final)
     loss: Tensor = out.loss
-    return loss
+    return loss if out.auxiliary_loss is None else loss + out.auxiliary_loss

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longrecall.errors import UserError
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
 from longrecall.layers.rotary import apply_rotary, token_positions
 
 QUERY_BLOCK = 1024
 PADDING_POSITION = -1
+META_SCALE = 0.02
+"""Standard deviation of fresh meta keys and values: they begin as places to attend to that say nothing."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class AttentionConfig(MixerConfig):
     """A token sees this many tokens, itself included; None = all before it."""
     rope_theta: float = 10000.0
     qkv_bias: bool = False
+    meta_tokens: int = 0
+    """Learned keys and values M that every token sees, whatever the window; 0 = none."""
 
     def __post_init__(self) -> None:
         self._require_positive("num_heads", "head_dim")
@@ -37,6 +42,13 @@ class AttentionConfig(MixerConfig):
             object.__setattr__(self, "kv_heads", self.num_heads)
         self._require_positive("kv_heads", *(["window"] if self.window is not None else []))
         self._require_multiple("num_heads", "kv_heads")
+        if not isinstance(self.meta_tokens, int) or isinstance(self.meta_tokens, bool) or self.meta_tokens < 0:
+            raise UserError(f'mixer "{self.type}": meta_tokens must be a whole number >= 0, got {self.meta_tokens!r}')
+
+    def to_dict(self) -> dict[str, Any]:
+        data = super().to_dict()
+        # Left away when there are none: descriptions of models without them, and their fingerprints, stay as they were.
+        return data if self.meta_tokens else {name: value for name, value in data.items() if name != "meta_tokens"}
 
     def state_shapes(self) -> StateShapes:
         shape = (0, int(self.kv_heads or 0), self.head_dim)
@@ -47,7 +59,10 @@ class AttentionConfig(MixerConfig):
 
 
 class Attention(nn.Module):
-    """Its state is the key-value cache, with the position of every cached token (-1 = padding)."""
+    """Its state is the key-value cache, with the position of every cached token (-1 = padding).
+
+    Meta keys are parameters and stand at the positions -M..-1, just before the first token.
+    """
 
     def __init__(self, config: AttentionConfig, hidden_size: int) -> None:
         super().__init__()
@@ -57,6 +72,16 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden_size, keys, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden_size, keys, bias=config.qkv_bias)
         self.o_proj = nn.Linear(queries, hidden_size, bias=False)
+        shape = (config.meta_tokens, int(config.kv_heads or 0), config.head_dim)
+        self.meta_key = nn.Parameter(torch.empty(shape)) if config.meta_tokens else None
+        self.meta_value = nn.Parameter(torch.empty(shape)) if config.meta_tokens else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Meta keys and values are small normal numbers."""
+        for meta in (self.meta_key, self.meta_value):
+            if meta is not None:
+                nn.init.normal_(meta, std=META_SCALE)
 
     def forward(
         self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
@@ -71,12 +96,21 @@ class Attention(nn.Module):
             k, v = torch.cat([state["key"].to(k.dtype), k], dim=1), torch.cat([state["value"].to(v.dtype), v], dim=1)
             key_positions = torch.cat([state["position"], key_positions], dim=1)
         y: Tensor = self.o_proj(self._attend(q, k, v, positions, key_positions).flatten(-2))
+        cache = {"key": k, "value": v, "position": key_positions}
+        if self.config.window is not None and mask is None and state is None:
+            # Known without looking at positions, which would make the CPU wait in every training step.
+            first = max(0, k.shape[1] + 1 - self.config.window)
+            return y, {name: tensor[:, first:] for name, tensor in cache.items()}
         # A row that reads nothing but padding has its newest token before this segment.
         newest = positions[:, -1:] if mask is None else (position + mask.sum(1) - 1)[:, None]
-        return y, self._trim({"key": k, "value": v, "position": key_positions}, newest)
+        return y, self._trim(cache, newest)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
         """Blocks of queries against the keys they may see, so that memory is linear in the context."""
+        if self.meta_key is not None and self.meta_value is not None:
+            places = torch.arange(-self.config.meta_tokens, 0, device=k.device)[None]
+            key = apply_rotary(self.meta_key[None], places, self.config.rope_theta)
+            k, v = _prepend(key, k), _prepend(self.meta_value[None], v)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         grouped = q.shape[1] != k.shape[1]
         outputs = []
@@ -87,6 +121,7 @@ class Attention(nn.Module):
                 visible &= key_positions[:, None] > query_positions - self.config.window
             # A padded query may see nothing; let it see everything, since its output is never used.
             visible |= ~visible.any(-1, keepdim=True)
+            visible = F.pad(visible, (self.config.meta_tokens, 0), value=True)
             block = q[:, :, start : start + QUERY_BLOCK]
             outputs.append(F.scaled_dot_product_attention(block, k, v, visible[:, None], enable_gqa=grouped))
         return torch.cat(outputs, dim=2).transpose(1, 2)
@@ -99,3 +134,8 @@ class Attention(nn.Module):
         needed = ((state["position"] >= oldest) & (state["position"] != PADDING_POSITION)).any(0)
         first = int(needed.to(torch.int8).argmax()) if bool(needed.any()) else needed.shape[0]
         return {name: tensor[:, first:] for name, tensor in state.items()}
+
+
+def _prepend(meta: Tensor, cached: Tensor) -> Tensor:
+    """Meta keys or values ``[1, M, Hkv, P]`` before the cached ones ``[B, S, Hkv, P]`` of every row."""
+    return torch.cat([meta.to(cached.dtype).expand(cached.shape[0], -1, -1, -1), cached], dim=1)

@@ -14,6 +14,9 @@ from longrecall.errors import UserError, did_you_mean
 LayerState = dict[str, Tensor]
 StateShapes = dict[str, tuple[int, ...]]
 
+AUXILIARY_LOSS = "auxiliary_loss"
+"""Key under which a mixer may put a scalar loss of its own beside its new state; the model takes it out again."""
+
 
 @dataclass(frozen=True)
 class MixerConfig:
@@ -22,6 +25,12 @@ class MixerConfig:
     type: ClassVar[str] = ""
     nested: ClassVar[tuple[str, ...]] = ()
     """Fields that are mixers themselves."""
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the mixer (or one inside it) looks up tokens read before: it is called with ``context=`` too."""
+        inner = (getattr(self, name) for name in self.nested)
+        return any(config.reads_tokens for config in inner if config is not None)
 
     @classmethod
     def from_dict(cls, description: dict[str, Any]) -> Self:
@@ -52,6 +61,18 @@ class MixerConfig:
         """Numbers in the recurrent state of one sequence: the papers' state size, without convolutions and caches."""
         return sum(math.prod(shape) for name, shape in self.state_shapes().items() if name.endswith("recurrent"))
 
+    def caches(self) -> list[tuple[int, int | None]]:
+        """Caches that grow with the context: numbers kept of a token, and of how many tokens at most (None = of all).
+
+        They are the state's tensors of no columns before the first token, those of nested mixers included.
+        """
+        inner = [getattr(self, name) for name in self.nested]
+        if inner:
+            return [cache for config in inner if config is not None for cache in config.caches()]
+        shapes = [shape for shape in self.state_shapes().values() if len(shape) > 1 and shape[0] == 0]
+        numbers = sum(math.prod(shape[1:]) for shape in shapes)
+        return [(numbers, getattr(self, "window", None))] if numbers else []
+
     def tensor_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Name under `mixer.` -> shape of every tensor in a checkpoint."""
         with torch.device("meta"):
@@ -81,3 +102,22 @@ class MixerConfig:
             raise UserError(
                 f'mixer "{self.type}": {small} ({getattr(self, small)}) must divide {large} ({getattr(self, large)})'
             )
+
+
+def without_auxiliary_losses(state: LayerState) -> tuple[LayerState, list[Tensor]]:
+    """What a mixer returned -> its new state alone, and the losses that it or mixers inside it put there."""
+    losses = [tensor for name, tensor in state.items() if _is_loss(name)]
+    return ({name: t for name, t in state.items() if not _is_loss(name)} if losses else state), losses
+
+
+def _is_loss(name: str) -> bool:
+    # Nested mixers put a path before their names.
+    return name.rpartition(".")[2] == AUXILIARY_LOSS
+
+
+def state_under(state: LayerState | None, path: str) -> LayerState | None:
+    """The part of a nested layer's state whose names begin with ``path.``, without that; None without a state."""
+    if state is None:
+        return None
+    prefix = f"{path}."
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrecall.errors import UserError
+from longrecall.layers import fused_delta
 from longrecall.layers.expansion import ExpansionConfig
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import LinearAttentionConfig, LinearAttentionMixer, mask_tokens
@@ -84,13 +85,16 @@ class DeltaNet(LinearAttentionMixer):
         self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
     ) -> tuple[Tensor, LayerState]:
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state."""
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        beta = self.b_proj(x).to(wide).sigmoid() * (2.0 if self.config.negative_eigenvalues else 1.0)
+        decay = self.log_decay(x)
+        if fused_delta.declines(self, x, mask, decay) is None:
+            o, new_state = fused_delta.read_and_write(self, x, state, decay, beta)
+            return self.gated_output(o, x), new_state
         q, k, v, new_state = self.project(x, state, mask)
         if not self.config.conv_width:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         q, k = l2_normalise(q.to(wide)), l2_normalise(k.to(wide))
-        beta = self.b_proj(x).to(wide).sigmoid() * (2.0 if self.config.negative_eigenvalues else 1.0)
-        decay = self.log_decay(x)
         o, final = gated_delta_rule(
             q,
             k,

@@ -18,6 +18,7 @@ from longrecall.layers.convolution import ShortConvolution
 from longrecall.layers.expansion import ExpansionConfig
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
 from longrecall.layers.norm import RMSNorm
+from longrecall.ops.subheads import share_values, sum_subheads
 
 
 @dataclass(frozen=True)
@@ -159,29 +160,26 @@ class LinearAttentionMixer(nn.Module):
 
     def share_values(self, v: Tensor) -> Tensor:
         """v ``[B, T, Hv, V]`` -> ``[B, T, Hv * E, V]``: every subhead of a head writes the same values."""
-        if self.subheads == 1:
-            return v
-        grouped = v.unflatten(2, (self.key_heads, 1, -1))
-        shared: Tensor = grouped.expand(-1, -1, -1, self.subheads, -1, -1).flatten(2, 4)
-        return shared
+        return share_values(v, self.key_heads, self.subheads)
+
+    def output_weights(self) -> Tensor | None:
+        """Factors of the subheads' outputs ``[Hv, E]``; None = ones."""
+        if self.subhead_scale is None:
+            return None
+        return torch.cat([torch.ones_like(self.subhead_scale[:, :1]), self.subhead_scale], dim=1)
 
     def sum_subheads(self, o: Tensor) -> Tensor:
         """o ``[B, T, Hv * E, V]`` -> ``[B, T, Hv, V]``, added up in float32 (the paper, equation 10)."""
-        if self.subheads == 1:
-            return o
-        wide = o if o.dtype == torch.float64 else o.float()
-        grouped: Tensor = wide.unflatten(2, (self.key_heads, self.subheads, -1))
-        if self.subhead_scale is None:
-            return grouped.sum(3).flatten(2, 3)
-        # [Hv, E - 1] -> [H, E - 1, Hv / H, 1]: the order of the state heads.
-        scale = self.subhead_scale.to(grouped.dtype).unflatten(0, (self.key_heads, -1)).transpose(1, 2)[..., None]
-        total: Tensor = grouped[:, :, :, 0] + (grouped[:, :, :, 1:] * scale).sum(3)
-        return total.flatten(2, 3)
+        return sum_subheads(o, self.key_heads, self.subheads, self.output_weights())
 
     def output(self, o: Tensor, x: Tensor) -> Tensor:
         """Sum over subheads, per-head norm, output gate and projection: o ``[B, T, Hv * E, V]`` -> ``[B, T, d]``."""
+        return self.gated_output(self.sum_subheads(o), x)
+
+    def gated_output(self, o: Tensor, x: Tensor) -> Tensor:
+        """Per-head norm, output gate and projection: o ``[B, T, Hv, V]`` -> ``[B, T, d]``."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        o = self.o_norm(self.sum_subheads(o).to(wide))
+        o = self.o_norm(o.to(wide))
         if self.g_proj is not None:
             o = o * F.silu(self.g_proj(x).to(wide).unflatten(-1, (-1, self.value_width)))
         projected: Tensor = self.o_proj(o.to(x.dtype).flatten(-2))

@@ -14,6 +14,7 @@ from longrecall.models.formats import (
     fla_retnet,
     mamba_ssm,
     native,
+    transformers_mamba,
     transformers_mamba2,
 )
 from longrecall.models.formats.sources import Layout
@@ -53,6 +54,7 @@ FORMATS = registry(
         Format("fla_gated_delta_net", fla_gated_delta_net.MODEL_TYPE, fla_gated_delta_net.layout),
         Format("fla_delta_net", fla_delta_net.MODEL_TYPE, fla_delta_net.layout),
         Format("fla_retnet", fla_retnet.MODEL_TYPE, fla_retnet.layout),
+        Format("transformers_mamba", transformers_mamba.MODEL_TYPE, transformers_mamba.layout),
         Format("transformers_mamba2", transformers_mamba2.MODEL_TYPE, transformers_mamba2.layout),
         Format("mamba_ssm", None, mamba_ssm.layout, allow_torch=True),
     )

@@ -1,4 +1,4 @@
-"""mamba_ssm's own Mamba-2 checkpoints: a config.json (MambaConfig) with ``ssm_cfg`` and no model_type."""
+"""mamba_ssm's own Mamba and Mamba-2 checkpoints: a config.json (MambaConfig) with ``ssm_cfg`` and no model_type."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from longrecall.models.formats.fields import Fields
 from longrecall.models.formats.mamba2_common import mamba2_layout
+from longrecall.models.formats.mamba_common import mamba_layout, time_step_rank
 from longrecall.models.formats.sources import Layout
 
 # Both norms are built without an epsilon from the config, so every checkpoint has this one.
@@ -19,8 +20,9 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
     given = fields.get("ssm_cfg", {})
     if not isinstance(given, dict):
         raise fields.fail("ssm_cfg", "it must be a mapping")
-    mixer = _mixer(Fields(given, f'{where}: "ssm_cfg"'), hidden)
-    fields.require("d_intermediate", 0, [0, None], "Mamba-2 blocks have no MLP here")
+    first = given.get("layer", "Mamba1") == "Mamba1"
+    mixer = (_mamba if first else _mamba2)(given, f'{where}: "ssm_cfg"', hidden)
+    fields.require("d_intermediate", 0, [0, None], "Mamba blocks have no MLP here")
     fields.require("attn_layer_idx", [], [[], None], "hybrid attention layers of mamba_ssm are not read")
     fields.require("rms_norm", True, [True], "layers are normalised by their root mean square")
     fields.ignore("attn_cfg", "fused_add_norm")
@@ -34,11 +36,28 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
         **fields.token_ids(),
     }
     fields.finish()
-    return mamba2_layout(config, mixer, layers)
+    return (mamba_layout if first else mamba2_layout)(config, mixer, layers)
 
 
-def _mixer(fields: Fields, hidden: int) -> dict[str, Any]:
-    fields.require("layer", "Mamba1", ["Mamba2"], "Mamba-1 and Mamba-3 are other recurrences")
+def _mamba(given: dict[str, Any], where: str, hidden: int) -> dict[str, Any]:
+    fields = Fields({**given, "dt_rank": time_step_rank(given.get("dt_rank", "auto"), hidden)}, where)
+    fields.get("layer")
+    mixer = {
+        "inner_dim": int(fields.number("expand", 2.0) * hidden),
+        "state_dim": fields.integer("d_state", 16),
+        "dt_rank": fields.integer("dt_rank"),
+        "conv_width": fields.integer("d_conv", 4),
+        "conv_bias": fields.flag("conv_bias", True),
+        "proj_bias": fields.flag("bias", False),
+    }
+    fields.ignore("dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "use_fast_path")
+    fields.finish()
+    return mixer
+
+
+def _mamba2(given: dict[str, Any], where: str, hidden: int) -> dict[str, Any]:
+    fields = Fields(given, where)
+    fields.require("layer", "Mamba1", ["Mamba1", "Mamba2"], "Mamba-3 is another recurrence")
     inner = fields.integer("expand", 2) * hidden
     fields.require("d_ssm", None, [None, inner], "a part of the width that bypasses the recurrence is not implemented")
     fields.require("D_has_hdim", False, [False], "D has one value per head")

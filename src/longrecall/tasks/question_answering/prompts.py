@@ -36,7 +36,8 @@ STYLES = {
 }
 """Data set -> style of its prompts; ``own`` is the user's."""
 
-PROMPTS = ("once", "twice")
+PROMPTS = ("once", "twice", "retrieval", "rag")
+"""The last two read the document once, with passages of it beside (`passages.py`)."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def build_prompt(style: str, form: str, row: Row) -> Prompt:
     """Return the prompt of `row`; `style` of `STYLES`' values, `form` of `PROMPTS`."""
     tail = _tail(style, row)
     document = document_of(style, row.context, row)
-    if form == "once":
+    if form != "twice":
         return Prompt("", document, tail)
     question = row.question.strip().strip(":")
     lead = f"Information about {_capital(question)}. " if style == "key" else f"{question} "

@@ -7,7 +7,11 @@ Local files: one JSON object per line, one question each:
 ``answers``: all that count, the first is the target. Optional: ``ending``, the words that the answer continues where
 they differ from the question ("The bridge was built by"), and ``history``, the turns before the question as pairs
 [question, answer]. Other fields are ignored. Questions over equal documents are one group; they share the document's
-tokens, which are read once, except in the form ``twice``, which begins with the question.
+tokens, which are read once, except in the form ``twice``, which begins with the question, and behind passages.
+
+``retrieval`` and ``rag`` are ``once`` with passages of the document beside it, P and P' for two of them:
+
+    passages first   ``P|P'|D Q``          passages last   ``D|P|P' Q``
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import numpy as np
 from longrecall.errors import UserError, did_you_mean
 from longrecall.tasks.encoding import IGNORE, Cell, PieceEncoder, QuestionSample
 from longrecall.tasks.in_context.published import shuffled_rows
+from longrecall.tasks.question_answering.passages import best_passages, bm25, split_passages
 from longrecall.tasks.question_answering.prompts import PROMPTS, STYLES, Row, build_prompt, parse_row
 from longrecall.tasks.question_answering.sources import SOURCES
 from longrecall.tasks.rows import Rows, local_file, read_hub, read_jsonl
@@ -51,7 +56,9 @@ class QuestionAnswering:
     """The evaluation task: cells ``{"dataset", "prompt"}``, one question per sample.
 
     `datasets`: triviaqa, coqa, narrativeqa, squad, swde, fda, nq, drop, or ``own``, the user's. `data`: a jsonl file
-    (for one data set) or a folder with ``<dataset>.jsonl``; "" takes the hub. `prompts`: ``once``, ``twice``.
+    (for one data set) or a folder with ``<dataset>.jsonl``; "" takes the hub. `prompts`: ``once``, ``twice``,
+    ``retrieval`` (BM25 chooses passages), ``rag`` (the model does: `PieceEncoder.similarity`). `passages`: how many are
+    chosen; `passage_tokens`: of each; `passages_first`: they stand before the document, not behind it.
     `metrics`: of `TEXT_METRICS`, beside ``accuracy``, which is ``contains`` as published. `answer_tokens`: what the
     model may say; a line feed ends it. `document_tokens`: a document is cut to its first tokens (0: never).
     `skip_broken`: leave out broken rows and count them instead of stopping. `opening`: begin with the tokenizer's
@@ -66,6 +73,9 @@ class QuestionAnswering:
     document_tokens: int = 0
     skip_broken: bool = False
     opening: bool = True
+    passages: int = 4
+    passage_tokens: int = 64
+    passages_first: bool = True
 
     name: ClassVar[str] = "question_answering"
     version: ClassVar[int] = 1
@@ -77,8 +87,9 @@ class QuestionAnswering:
         _choose("metrics", self.metrics, TEXT_METRICS)
         if "own" in self.datasets and not self.data:
             raise UserError("question_answering: the dataset own needs data=FILE, a jsonl file")
-        if self.answer_tokens < 1:
-            raise UserError(f"question_answering: answer_tokens must be at least 1, got {self.answer_tokens}")
+        for option in ("answer_tokens", "passages", "passage_tokens"):
+            if getattr(self, option) < 1:
+                raise UserError(f"question_answering: {option} must be at least 1, got {getattr(self, option)}")
         if self.document_tokens < 0:
             raise UserError(
                 f"question_answering: document_tokens must not be negative (0: no cut), got {self.document_tokens}"
@@ -137,10 +148,15 @@ class QuestionAnswering:
         ids = list(encode.opening if self.opening else ())
         ids += encode(prompt.lead) if prompt.lead else ()
         document = self._document(encode, prompt.document)
+        passages = self._passages(encode, form, document, row)
+        if passages and self.passages_first:
+            ids += [token for passage in passages for token in (*passage, *encode("\n"))]
         ids += document
+        shared = len(ids)
         if form == "twice":
             ids += [*encode("\n"), *document]
-        shared = len(ids)
+        if not self.passages_first:
+            ids += [token for passage in passages for token in (*encode("\n"), *passage)]
         space, answer = encode.answer(row.answers[0])
         ids += [*encode(prompt.tail), *space]
         labels = np.full(len(ids) + len(answer), IGNORE, dtype=np.int64)
@@ -152,7 +168,7 @@ class QuestionAnswering:
             row.answers[0],
             row.answers,
             group=_group(dataset, prompt.document),
-            shared=shared if form == "once" else 0,
+            shared=shared if form == "once" or (passages and not self.passages_first) else 0,
         )
 
     def _document(self, encode: PieceEncoder, text: str) -> tuple[int, ...]:
@@ -164,6 +180,23 @@ class QuestionAnswering:
                 kept.popitem(last=False)
         kept.move_to_end(text)
         return kept[text][: self.document_tokens or None]
+
+    def _passages(self, encode: PieceEncoder, form: str, document: tuple[int, ...], row: Row) -> list[tuple[int, ...]]:
+        """Return the passages of the document that stand beside it, in its order; none for other forms."""
+        if form not in ("retrieval", "rag"):
+            return []
+        passages = split_passages(document, self.passage_tokens)
+        question = f"{row.question} {row.ending}".strip()
+        if form == "retrieval":
+            texts = [encode.spelled(passage) for passage in passages]
+            if None in texts:
+                raise UserError("question_answering: the prompt retrieval needs a tokenizer that can decode")
+            scores: Sequence[float] = bm25([text or "" for text in texts], question)
+        elif encode.similarity is None:
+            raise UserError("question_answering: the prompt rag needs a model that compares passages; use retrieval")
+        else:
+            scores = encode.similarity(passages, encode(question))
+        return [passages[index] for index in best_passages(scores, self.passages)]
 
     def ended(self, said: str) -> bool:
         """Return whether nothing said after this can count: a line feed ends the answer."""

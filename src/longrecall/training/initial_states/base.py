@@ -48,8 +48,8 @@ def is_recurrent(name: str) -> bool:
 
 
 def takes_part(name: str, convolution: bool) -> bool:
-    """Whether an intervention touches this state tensor; convolution states end in conv (``q_conv``)."""
-    return is_recurrent(name) or (convolution and name.rpartition(".")[2].endswith("conv"))
+    """Whether an intervention touches this state tensor; convolution states end in conv (``q_conv``) or shift."""
+    return is_recurrent(name) or (convolution and name.rpartition(".")[2].endswith(("conv", "shift")))
 
 
 def each_tensor(layers: tuple[LayerState, ...], convolution: bool) -> Iterator[tuple[int, str, Tensor]]:

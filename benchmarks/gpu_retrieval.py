@@ -1,0 +1,159 @@
+"""What retrieval costs on one GPU: reading and continuing texts of 2k to 128k tokens with and without it.
+
+    python benchmarks/gpu_retrieval.py --out benchmarks/results/gpu_retrieval.json
+
+Models of 1.3 to 1.5 billion random bf16 weights: GLA, Mamba-2 and Gated DeltaNet, plain and with retrieval in the
+first, middle and last layer (chunks of 64 tokens, 4 of them a token), and a softmax Transformer of the same size.
+"overhead" is the time over that of the same model without retrieval, less 1. Reading is one forward pass that keeps the
+state, continuing is `generate()` from that state: the choice of the token and the loop around it included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longrecall.models.config import RecurrentConfig
+from longrecall.models.description import read_description
+from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.models.state import RecurrentState
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_timing import Rows, median_ms
+
+CONFIGS = Path(__file__).parent.parent / "recipes" / "configs"
+LENGTHS = {2048: 10, 8192: 5, 32768: 2, 131072: 1}
+"""Tokens of the text, and how often reading it is timed."""
+LONGEST_ATTENTION_REPEATED = 32768
+"""A Transformer reads longer texts once, without a warm-up: that alone takes many seconds."""
+CONTINUED = 128
+RETRIEVAL = {"type": "retrieval", "chunk": 64, "top_k": 4, "blend": "input", "alpha": 0.5}
+GLA = {"type": "gla", "num_heads": 4, "key_dim": 256, "value_dim": 512}
+MAMBA2 = {"type": "mamba2", "inner_dim": 4096, "head_dim": 64, "state_dim": 128}
+
+
+def published(name: str) -> RecurrentConfig:
+    """GLA and Mamba-2 at the sizes of their papers' 1.3B models, the others from recipes/configs."""
+    if name == "gla_1.3b":
+        return RecurrentConfig(vocab_size=32000, hidden_size=2048, layers=[{"mixer": GLA, "mlp_size": 5632}] * 24)
+    if name == "mamba2_1.3b":
+        return RecurrentConfig(vocab_size=50288, hidden_size=2048, layers=[{"mixer": MAMBA2}] * 48)
+    return read_description(CONFIGS / f"{name}.json")
+
+
+def with_retrieval(config: RecurrentConfig) -> RecurrentConfig:
+    """The same model with retrieval around its first, middle and last mixer."""
+    data = config.to_dict()
+    layers = [dict(layer) for layer in data["layers"]]
+    for index in (0, len(layers) // 2, len(layers) - 1):
+        layers[index]["mixer"] = {**RETRIEVAL, "base": layers[index]["mixer"]}
+    return RecurrentConfig(vocab_size=config.vocab_size, hidden_size=config.hidden_size, layers=layers)
+
+
+def build(config: RecurrentConfig) -> RecurrentLM:
+    """Random bf16 weights on the GPU."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = RecurrentLM(config)
+    return model.to(torch.bfloat16).eval()
+
+
+@dataclass
+class Read:
+    """The state after a text, kept for its continuation."""
+
+    state: RecurrentState | None = None
+
+
+@torch.inference_mode()
+def reading(model: RecurrentLM, length: int, repeats: int, warmup: int, kept: Read) -> dict[str, Any]:
+    """Median time and peak memory of one row's forward pass."""
+    ids = torch.randint(0, model.config.vocab_size, (1, length), device="cuda")
+
+    def once() -> None:
+        kept.state = None
+        kept.state = model(ids, logits_to_keep=1, use_cache=True).past_key_values
+
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    milliseconds = median_ms(once, repeats=repeats, warmup=warmup)
+    return {"ms": milliseconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+@torch.inference_mode()
+def continuing(model: RecurrentLM, kept: Read) -> dict[str, Any]:
+    """Time of generate() for `CONTINUED` tokens after the text and one more, by the clock, less that for one."""
+    state = kept.state
+    if state is None:
+        return {"error": "the text was not read"}
+    ids = torch.zeros((1, 1), dtype=torch.long, device="cuda")
+    mask = torch.ones((1, state.length + 1), dtype=torch.long, device="cuda")
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+    def timed(count: int) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        model.generate(ids, attention_mask=mask, past_key_values=state, max_new_tokens=count, **options)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    # The first call captures or compiles what it can, for the same number of tokens.
+    timed(CONTINUED + 1)
+    seconds = timed(CONTINUED + 1) - timed(1)
+    return {"ms": 1e3 * seconds, "ms_per_token": 1e3 * seconds / CONTINUED}
+
+
+def measure(rows: Rows, name: str, config: RecurrentConfig, plain: dict[str, float]) -> None:
+    """All rows of one model; `plain` holds the times without retrieval, or is filled with them."""
+    model, kept, first = build(config), Read(), not plain
+    attention = config.layer_configs()[0].mixer.type == "attention"
+    rows.add(f"{name}: size", parameters=sum(p.numel() for p in model.parameters()))
+    for length, repeats in LENGTHS.items():
+        once = attention and length > LONGEST_ATTENTION_REPEATED
+        for part in ("reading", "continuing"):
+
+            def work(
+                part: str = part, length: int = length, repeats: int = repeats, once: bool = once
+            ) -> dict[str, Any]:
+                if part == "continuing":
+                    values = continuing(model, kept)
+                else:
+                    values = reading(model, length, 1 if once else repeats, 0 if once else 1, kept)
+                key = f"{part} {length}"
+                if first and "ms" in values:
+                    plain[key] = values["ms"]
+                elif key in plain and "ms" in values:
+                    values["overhead"] = values["ms"] / plain[key] - 1
+                return values
+
+            rows.measure(f"{name}: {part} {'' if part == 'reading' else 'after '}{length}", work)
+        kept.state = None
+    model.captured_steps.clear()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="gla_1.3b,mamba2_1.3b,gated_delta_net_1.5b", help="[%(default)s]")
+    parser.add_argument("--no-attention", action="store_true", help="without the Transformer")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = Rows("gpu_retrieval", args.out)
+    for name in args.models.split(","):
+        plain: dict[str, float] = {}
+        config = published(name)
+        measure(rows, name, config, plain)
+        torch.cuda.empty_cache()
+        measure(rows, f"{name} with retrieval", with_retrieval(config), plain)
+        torch.cuda.empty_cache()
+    if not args.no_attention:
+        measure(rows, "transformer_1.5b", published("transformer_1.5b"), {})
+
+
+if __name__ == "__main__":
+    main()

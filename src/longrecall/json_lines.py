@@ -1,0 +1,75 @@
+"""Files of JSON lines that grow while work goes on, and survive a kill in the middle of a line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from longrecall.errors import UserError
+
+
+class JsonLines:
+    """A file that is written line by line; each line is on the disk when `write` returns. Nothing before `open`."""
+
+    def __init__(self, path: Path, advice: str) -> None:
+        self.path, self._advice = path, advice
+        self._file: BinaryIO | None = None
+
+    def open(self, whole: int) -> None:
+        """Go on after the first `whole` bytes, 0 = anew; UserError where the file cannot be written."""
+        try:
+            self._file = self.path.open("r+b" if whole else "wb")
+            self._file.truncate(whole)
+            self._file.seek(whole)
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror or error}; {self._advice}") from error
+
+    @property
+    def is_open(self) -> bool:
+        """Whether lines are written."""
+        return self._file is not None
+
+    def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append the lines; does nothing while the file is not open."""
+        if self._file is not None:
+            text = "".join(json.dumps(line, ensure_ascii=True, allow_nan=False) + "\n" for line in lines)
+            self._file.write(text.encode("ascii"))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Stop writing; the file stays."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_json_lines(path: Path, take: Callable[[int, Any], None]) -> int:
+    """Give every line (its number from 1, its data) to `take` and return the bytes of whole lines.
+
+    A last line that a kill cut off is left out.
+
+    Raises:
+        UserError: an unreadable file, or another line that is no JSON or that `take` refuses (KeyError, TypeError,
+            ValueError): the line is named.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; leave out --resume to start over") from error
+    whole = 0
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            take(number, json.loads(line))
+        except (KeyError, TypeError, ValueError) as error:
+            if number > 1 and not any(lines[number:]):
+                break
+            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise UserError(
+                f"cannot resume {path}: line {number} is damaged ({reason}); leave out --resume to start over"
+            ) from error
+        whole += len(line) + 1
+    return whole

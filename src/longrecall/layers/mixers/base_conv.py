@@ -1,0 +1,121 @@
+"""BaseConv (Arora et al. 2023, "Zoology"): a projection of the input times a causal convolution of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from longrecall.errors import UserError
+from longrecall.layers.convolution import ShortConvolution
+from longrecall.layers.implicit_filter import ImplicitFilter
+from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.ops import long_convolution
+
+DEFAULT_KERNEL = 3
+
+
+@dataclass(frozen=True)
+class BaseConvConfig(MixerConfig):
+    """Sizes of a BaseConv layer.
+
+    Zoology's MQAR models alternate layers of 3 explicit taps with implicit filters as long as the sequence; the default
+    is the former.
+    """
+
+    type: ClassVar[str] = "base_conv"
+
+    channels: int
+    """Channels of the convolution, which reads the input itself: the model's hidden_size."""
+    kernel: int | None = None
+    """Taps of an explicit filter; None = 3, or no explicit filter when `implicit`."""
+    implicit: bool = False
+    """A filter over the whole past, from a sine network."""
+    max_length: int = 1024
+    """Lags over which an implicit filter is defined and fades: the length of the training sequences."""
+    filter_width: int = 16
+    """Hidden units of the sine network."""
+    filter_depth: int = 2
+    """Hidden layers of it, after the first."""
+    filter_bands: int = 1
+    """Frequencies among the features of a lag."""
+    frequency: float = 1.0
+    """Initial frequency of the sines."""
+
+    def __post_init__(self) -> None:
+        if self.implicit and self.kernel is not None:
+            raise UserError(
+                f'mixer "{self.type}": kernel ({self.kernel}) is for an explicit filter; drop "kernel" or "implicit"'
+            )
+        if not self.implicit:
+            object.__setattr__(self, "kernel", DEFAULT_KERNEL if self.kernel is None else self.kernel)
+            self._require_positive("kernel")
+        self._require_positive("channels", "max_length", "filter_width", "filter_depth", "filter_bands")
+
+    def state_shapes(self) -> StateShapes:
+        if self.kernel is None:
+            return {"value": (0, self.channels)}
+        return {"conv": (self.channels, self.kernel - 1)}
+
+    def build(self, hidden_size: int) -> BaseConv:
+        if self.channels != hidden_size:
+            raise UserError(
+                f'mixer "{self.type}": channels ({self.channels}) must be the model\'s hidden_size ({hidden_size})'
+            )
+        return BaseConv(self)
+
+
+class BaseConv(nn.Module):
+    r"""y = (W u + b) * (h conv u + c), products by channel; there is no output projection.
+
+    Its state are the last W - 1 inputs for an explicit filter of W taps; an implicit filter has no finite state and
+    keeps every input, as attention keeps keys. An implicit filter has a weight of its own for the newest input (`skip`,
+    1 at first), as in Zoology's, which is too sharp a peak for a smooth function of the lag.
+    """
+
+    def __init__(self, config: BaseConvConfig) -> None:
+        super().__init__()
+        self.config = config
+        channels = config.channels
+        self.in_proj = nn.Linear(channels, channels)
+        self.conv: ShortConvolution | None = None
+        self.filter: ImplicitFilter | None = None
+        if config.kernel is not None:
+            self.conv = ShortConvolution(channels, config.kernel, bias=True, activation=None)
+            self.register_parameter("skip", None)
+            self.register_parameter("bias", None)
+        else:
+            self.filter = ImplicitFilter(
+                channels,
+                max_length=config.max_length,
+                width=config.filter_width,
+                depth=config.filter_depth,
+                bands=config.filter_bands,
+                frequency=config.frequency,
+            )
+            self.skip = nn.Parameter(torch.empty(channels))
+            self.bias = nn.Parameter(torch.empty(channels))
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The implicit convolution starts with the newest input itself added to it; no bias."""
+        if self.config.implicit:
+            nn.init.ones_(self.skip)
+            nn.init.zeros_(self.bias)
+
+    def forward(
+        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
+    ) -> tuple[Tensor, LayerState]:
+        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``conv [B, d, W-1]`` or ``value [B, tokens, d]``)."""
+        gate = self.in_proj(x)
+        if self.conv is not None:
+            mixed, conv = self.conv(x, None if state is None else state["conv"], mask)
+            return gate * mixed, {"conv": conv}
+        assert self.filter is not None
+        history = None if state is None else state["value"]
+        taps = self.filter(x.shape[1] + (0 if history is None else history.shape[1]))
+        mixed, inputs = long_convolution(x, taps, history=history, mask=mask)
+        mixed = mixed + x * self.skip + self.bias
+        return gate * mixed, {"value": inputs}

@@ -1,0 +1,125 @@
+"""H3 (Fu et al. 2023): a shift of the keys, their products with the values remembered by a diagonal state space."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from longrecall.errors import UserError
+from longrecall.layers.convolution import ShortConvolution
+from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.ops import diagonal_ssm
+
+SMALLEST_STEP, LARGEST_STEP = 1e-3, 1e-1
+
+
+@dataclass(frozen=True)
+class H3Config(MixerConfig):
+    """Sizes of an H3 layer."""
+
+    type: ClassVar[str] = "h3"
+
+    num_heads: int
+    """Heads H, each with a state space of its own."""
+    head_dim: int
+    """Width P of a head: it remembers P * P products of keys and values."""
+    state_dim: int = 64
+    """Numbers N a product is remembered by: N / 2 complex ones."""
+    shift_dim: int | None = None
+    """State of the shift on the keys, which are its taps; None = state_dim."""
+
+    def __post_init__(self) -> None:
+        self._require_positive("num_heads", "head_dim", "state_dim")
+        if self.state_dim % 2:
+            raise UserError(f'mixer "{self.type}": state_dim must be even (complex numbers), got {self.state_dim}')
+        if self.shift_dim is None:
+            object.__setattr__(self, "shift_dim", self.state_dim)
+        self._require_positive("shift_dim")
+
+    @property
+    def channels(self) -> int:
+        """Channels of queries, keys and values, H * P."""
+        return self.num_heads * self.head_dim
+
+    def state_shapes(self) -> StateShapes:
+        recurrent = (self.num_heads, self.state_dim, self.head_dim**2)
+        return {"recurrent": recurrent, "k_conv": (self.channels, int(self.shift_dim or 0) - 1)}
+
+    def build(self, hidden_size: int) -> H3:
+        return H3(self, hidden_size)
+
+
+class H3(nn.Module):
+    r"""y = W_o (q . S(shift(k) v^T)), head by head.
+
+    The shift state space keeps the last keys and weighs them: a convolution by taps, the newest of which plays the part
+    of its skip. The diagonal one is S4D discretised by zero-order hold with its input gain drawn into C,
+    :math:`s_t = e^{\Delta A} s_{t-1} + (e^{\Delta A} - 1) / A \cdot u_t`, :math:`y_t = 2 Re(C s_t) + D u_t`. What is
+    kept as the state is s without that factor. Queries are summed over the keys' side of a head's products. Source:
+    "Hungry Hungry Hippos", section 3.1; the state space is that of "On the Parameterization and Initialization of
+    Diagonal State Space Models" (Gu et al. 2022).
+    """
+
+    def __init__(self, config: H3Config, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        channels, heads, pairs = config.channels, config.num_heads, config.state_dim // 2
+        self.q_proj = nn.Linear(hidden_size, channels)
+        self.k_proj = nn.Linear(hidden_size, channels)
+        self.v_proj = nn.Linear(hidden_size, channels)
+        self.k_conv = ShortConvolution(channels, int(config.shift_dim or 0), activation=None)
+        self.log_step = nn.Parameter(torch.empty(heads))
+        self.A_log = nn.Parameter(torch.empty(heads, pairs))
+        self.A_imag = nn.Parameter(torch.empty(heads, pairs))
+        self.C = nn.Parameter(torch.empty(heads, pairs, 2))
+        self.D = nn.Parameter(torch.empty(heads))
+        self.o_proj = nn.Linear(channels, hidden_size)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """S4D-Lin: A = -1/2 + i pi n; steps log-uniform in 0.001..0.1; C (complex) and D standard normal."""
+        low, high = math.log(SMALLEST_STEP), math.log(LARGEST_STEP)
+        nn.init.uniform_(self.log_step, low, high)
+        nn.init.constant_(self.A_log, math.log(0.5))
+        with torch.no_grad():
+            self.A_imag.copy_(math.pi * torch.arange(self.A_imag.shape[1]).expand_as(self.A_imag))
+        nn.init.normal_(self.C, std=0.5**0.5)
+        nn.init.normal_(self.D)
+
+    def forward(
+        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
+    ) -> tuple[Tensor, LayerState]:
+        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the state (``recurrent [B, H, N, P*P]``, ``k_conv [B, H*P, W-1]``)."""
+        width = self.config.head_dim
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        k, shifted = self.k_conv(self.k_proj(x), None if state is None else state["k_conv"], mask)
+        q, k, v = (y.to(wide).unflatten(-1, (-1, width)) for y in (self.q_proj(x), k, self.v_proj(x)))
+        products = (k[..., :, None] * v[..., None, :]).flatten(-2)
+        rate, angle, gain = self._discretised(wide)
+        y, final = diagonal_ssm(
+            products, rate, angle, gain, initial_state=None if state is None else state["recurrent"], mask=mask
+        )
+        y = torch.addcmul(y, products, self.D.to(wide)[:, None]).unflatten(-1, (width, width))
+        y = (q[..., None] * y).sum(-2).flatten(-2)
+        projected: Tensor = self.o_proj(y.to(x.dtype))
+        return projected, {"recurrent": final, "k_conv": shifted}
+
+    def _discretised(self, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Rate and angle ``[H, N/2]`` of exp(step A) and the gain C (exp(step A) - 1) / A ``[H, N/2, 2]``."""
+        step = self.log_step.to(wide).exp()[:, None]
+        size, frequency = self.A_log.to(wide).exp(), self.A_imag.to(wide)
+        rate, angle = step * size, step * frequency
+        # expm1 for the real part keeps its digits at small steps: e^{-r} cos a - 1 = expm1(-r) cos a - 2 sin^2(a / 2).
+        real = torch.expm1(-rate) * angle.cos() - 2 * torch.sin(angle / 2).square()
+        imaginary = torch.exp(-rate) * angle.sin()
+        # Times conj(A) / |A|^2, with A = -size + i frequency.
+        norm = size.square() + frequency.square()
+        hold_real = (frequency * imaginary - size * real) / norm
+        hold_imaginary = -(frequency * real + size * imaginary) / norm
+        c_real, c_imaginary = self.C.to(wide).unbind(-1)
+        gain = (c_real * hold_real - c_imaginary * hold_imaginary, c_real * hold_imaginary + c_imaginary * hold_real)
+        return rate, angle, torch.stack(gain, dim=-1)

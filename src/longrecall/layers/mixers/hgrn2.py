@@ -1,0 +1,111 @@
+"""HGRN2 (Qin et al. 2024, "Gated Linear RNNs with State Expansion"): the forget gate decides what is written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longrecall.errors import UserError
+from longrecall.layers.convolution import ShortConvolution
+from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.mixers.linear_attention import mask_tokens
+from longrecall.layers.norm import RMSNorm
+from longrecall.ops import gated_linear_attention
+
+
+@dataclass(frozen=True)
+class HGRN2Config(MixerConfig):
+    """Sizes of an HGRN2 layer; the published models have key_dim 128 and H * V = H * K = hidden_size."""
+
+    type: ClassVar[str] = "hgrn2"
+
+    num_heads: int
+    """Heads H."""
+    key_dim: int
+    """Key width K of one head: the factor by which the state is larger than HGRN's."""
+    value_dim: int
+    """Value width V of one head."""
+    lower_bound: float = 0.0
+    """The forget gate never falls below it; a model gives its upper layers larger ones (they remember longer)."""
+    conv_width: int = 0
+    """Width of the short convolutions on queries, forget gates and values; 0 = none (SiLU alone on the queries)."""
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        self._require_positive("num_heads", "key_dim", "value_dim")
+        bound = self.lower_bound
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0.0 <= bound < 1.0:
+            raise UserError(f'mixer "{self.type}": lower_bound must be a number from 0 up to but not 1, got {bound!r}')
+
+    def state_shapes(self) -> StateShapes:
+        shapes: StateShapes = {"recurrent": (self.num_heads, self.key_dim, self.value_dim)}
+        if self.conv_width:
+            keys, values = self.num_heads * self.key_dim, self.num_heads * self.value_dim
+            shapes |= {
+                f"{name}_conv": (size, self.conv_width - 1) for name, size in (("q", keys), ("f", keys), ("i", values))
+            }
+        return shapes
+
+    def build(self, hidden_size: int) -> HGRN2:
+        return HGRN2(self, hidden_size)
+
+
+class HGRN2(nn.Module):
+    r"""Gated linear attention whose keys are what the forget gate gives up.
+
+    .. math:: f = b + (1 - b)\,\sigma(W_f x), \qquad S_t = \mathrm{diag}(f_t) S_{t-1} + (1 - f_t)^\top W_i x_t
+
+    with the lower bound b; queries are SiLU(W_q x), scale K ** -0.5, and one norm runs over all heads together.
+    """
+
+    def __init__(self, config: HGRN2Config, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        keys, values = config.num_heads * config.key_dim, config.num_heads * config.value_dim
+        self.q_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.f_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.i_proj = nn.Linear(hidden_size, values, bias=False)
+        for name, size in (("q", keys), ("f", keys), ("i", values)):
+            convolution = ShortConvolution(size, config.conv_width) if config.conv_width else None
+            self.add_module(f"{name}_conv", convolution)
+        self.o_norm = RMSNorm(values, config.norm_eps)
+        self.o_proj = nn.Linear(values, hidden_size, bias=False)
+
+    def forward(
+        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
+    ) -> tuple[Tensor, LayerState]:
+        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``recurrent [B, H, K, V]``)."""
+        heads, results, new_state = self.config.num_heads, [], {}
+        for name in ("q", "f", "i"):
+            y = getattr(self, f"{name}_proj")(x)
+            if (convolution := getattr(self, f"{name}_conv")) is not None:
+                key = f"{name}_conv"
+                y, new_state[key] = convolution(y, None if state is None else state[key], mask)
+            results.append(y.unflatten(-1, (heads, -1)))
+        q, forget, v = results
+        log_forget, k = forget_gate(forget if x.dtype == torch.float64 else forget.float(), self.config.lower_bound)
+        o, final = gated_linear_attention(
+            q if self.config.conv_width else F.silu(q),
+            mask_tokens(k, mask),
+            v,
+            mask_tokens(log_forget, mask),
+            initial_state=None if state is None else state["recurrent"],
+        )
+        y = self.o_proj(self.o_norm(o.flatten(-2)).to(x.dtype))
+        return y, {"recurrent": final, **new_state}
+
+
+def forget_gate(raw: Tensor, lower_bound: float) -> tuple[Tensor, Tensor]:
+    """log f and 1 - f of f = b + (1 - b) sigmoid(raw); both exact to the last digits where f is near 0 or 1."""
+    if lower_bound == 0.0:
+        log_forget = F.logsigmoid(raw)
+    else:
+        # Filled on the device: a copy from the host would stop a CUDA graph.
+        bound = torch.full((), math.log(lower_bound), dtype=raw.dtype, device=raw.device)
+        log_forget = torch.logaddexp(bound, F.logsigmoid(raw) + math.log1p(-lower_bound))
+    return log_forget, torch.sigmoid(-raw) * (1.0 - lower_bound)

@@ -1,0 +1,90 @@
+"""Hyena of order 2 (Poli et al. 2023): gate, long implicit convolution, gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from longrecall.layers.convolution import ShortConvolution
+from longrecall.layers.implicit_filter import ImplicitFilter
+from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.ops import long_convolution
+
+
+@dataclass(frozen=True)
+class HyenaConfig(MixerConfig):
+    """Sizes of a Hyena layer; the defaults are those of Zoology's."""
+
+    type: ClassVar[str] = "hyena"
+
+    inner_dim: int
+    """Width I of the gates and of the value; the published models take the hidden size."""
+    conv_width: int = 3
+    """Taps of the explicit filters on gates and value."""
+    max_length: int = 1024
+    """Lags over which the long filter is defined and fades: the length of the training sequences."""
+    filter_width: int = 64
+    """Hidden units of the filter's sine network."""
+    filter_depth: int = 2
+    """Hidden layers of it, after the first."""
+    filter_bands: int = 1
+    """Frequencies among the features of a lag."""
+    frequency: float = 1.0
+    """Initial frequency of the sines."""
+
+    def __post_init__(self) -> None:
+        self._require_positive("inner_dim", "conv_width", "max_length", "filter_width", "filter_depth", "filter_bands")
+
+    def state_shapes(self) -> StateShapes:
+        return {"conv": (3 * self.inner_dim, self.conv_width - 1), "value": (0, self.inner_dim)}
+
+    def build(self, hidden_size: int) -> Hyena:
+        return Hyena(self, hidden_size)
+
+
+class Hyena(nn.Module):
+    r"""y = W_o (x_2 * (h conv (x_1 * v) + D * x_1 * v)), x_1, x_2 and v projected and convolved by few taps.
+
+    The recurrence that would make its filter is unknown, so it has no finite state: it keeps x_1 * v of every token, as
+    attention keeps keys, and a new token evaluates the filter at every lag and sums over them all. Works at any length;
+    past `max_length` the filter goes on as `ImplicitFilter` says.
+    """
+
+    def __init__(self, config: HyenaConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        inner = config.inner_dim
+        self.in_proj = nn.Linear(hidden_size, 3 * inner)
+        self.conv = ShortConvolution(3 * inner, config.conv_width, bias=True, activation=None)
+        self.filter = ImplicitFilter(
+            inner,
+            max_length=config.max_length,
+            width=config.filter_width,
+            depth=config.filter_depth,
+            bands=config.filter_bands,
+            frequency=config.frequency,
+        )
+        self.D = nn.Parameter(torch.empty(inner))
+        self.out_proj = nn.Linear(inner, hidden_size)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The weight of the newest input is a standard normal number a channel."""
+        nn.init.normal_(self.D)
+
+    def forward(
+        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
+    ) -> tuple[Tensor, LayerState]:
+        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``conv [B, 3I, W-1]``, ``value [B, tokens, I]``)."""
+        channels, conv = self.conv(self.in_proj(x), None if state is None else state["conv"], mask)
+        first, second, value = channels.chunk(3, dim=-1)
+        value = first * value
+        history = None if state is None else state["value"]
+        taps = self.filter(value.shape[1] + (0 if history is None else history.shape[1]))
+        mixed, inputs = long_convolution(value, taps, history=history, mask=mask)
+        mixed = torch.addcmul(mixed, value, self.D.to(mixed.dtype))
+        y: Tensor = self.out_proj((second * mixed).to(x.dtype))
+        return y, {"conv": conv, "value": inputs}

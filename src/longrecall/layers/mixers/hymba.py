@@ -1,0 +1,92 @@
+"""Hymba (Dong et al. 2025): attention heads and state-space heads side by side on the same input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.nested import read_nested
+from longrecall.layers.norm import RMSNorm
+from longrecall.layers.tokens import TokenContext
+
+BRANCHES = ("attention", "ssm", "third")
+
+
+@dataclass(frozen=True)
+class HymbaConfig(MixerConfig):
+    """Two or three mixers of any type that read the same input.
+
+    The paper's meta tokens are the attention's field `meta_tokens`: learned keys and values of the layer. The paper
+    prepends learned tokens to the text of the whole model instead, so that there they also fill the state of the other
+    branch before the first word; here that part is left to a learned initial state (training, `initial_state.kind:
+    learned`).
+    """
+
+    type: ClassVar[str] = "hymba"
+    nested: ClassVar[tuple[str, ...]] = BRANCHES
+
+    attention: MixerConfig
+    """The attention heads: full or with a window."""
+    ssm: MixerConfig
+    """The recurrent heads."""
+    third: MixerConfig | None = None
+    """One more branch of equal weight."""
+    norm_eps: float = 1e-5
+
+    def branches(self) -> dict[str, MixerConfig]:
+        """The branches that there are, by name."""
+        found = {name: getattr(self, name) for name in BRANCHES}
+        return {name: config for name, config in found.items() if config is not None}
+
+    def to_dict(self) -> dict[str, Any]:
+        branches = {name: config.to_dict() for name, config in self.branches().items()}
+        return {"type": self.type, **branches, "norm_eps": self.norm_eps}
+
+    def state_shapes(self) -> StateShapes:
+        return {
+            f"{path}.{name}": shape
+            for path, config in self.branches().items()
+            for name, shape in config.state_shapes().items()
+        }
+
+    def build(self, hidden_size: int) -> Hymba:
+        return Hymba(self, hidden_size)
+
+
+class Hymba(nn.Module):
+    r"""y = W_o mean_i(beta_i * norm(branch_i(x))), beta_i a learned weight of every channel.
+
+    The norms make branches of unlike magnitude comparable. A branch ends with its own output projection, the norm is
+    after it and W_o after their mean. Source: "Hymba: A Hybrid-head Architecture for Small Language Models", section
+    2.1.
+    """
+
+    def __init__(self, config: HymbaConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.paths = tuple(config.branches())
+        for path, branch in config.branches().items():
+            self.add_module(path, branch.build(hidden_size))
+            self.add_module(f"{path}_norm", RMSNorm(hidden_size, config.norm_eps))
+        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: LayerState | None,
+        *,
+        mask: Tensor | None,
+        position: Tensor,
+        context: TokenContext | None = None,
+    ) -> tuple[Tensor, LayerState]:
+        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the states of the branches, prefixed ``attention.``, ``ssm.``..."""
+        branches, after = read_nested(self, self.paths, x, state, mask=mask, position=position, context=context)
+        normed = [getattr(self, f"{path}_norm")(y) for path, y in zip(self.paths, branches, strict=True)]
+        total = normed[0]
+        for y in normed[1:]:
+            total = total + y
+        projected: Tensor = self.out_proj((total / len(normed)).to(x.dtype))
+        return projected, after

@@ -1,0 +1,98 @@
+"""Mamba (Gu and Dao 2023): a selective state space in which every channel is a head of one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longrecall.layers.convolution import ShortConvolution
+from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.mixers.delta_net import reset_time_steps
+from longrecall.layers.mixers.linear_attention import mask_tokens
+from longrecall.ops import selective_scan
+
+
+@dataclass(frozen=True)
+class MambaConfig(MixerConfig):
+    """Sizes of a Mamba layer."""
+
+    type: ClassVar[str] = "mamba"
+
+    inner_dim: int
+    """Width I of x and of the gate z; expand * hidden_size in the published models."""
+    state_dim: int
+    """Numbers N of the state of one channel (d_state)."""
+    dt_rank: int
+    """Width R of the low-rank projection of the time steps; hidden_size / 16 in the published models."""
+    conv_width: int = 4
+    conv_bias: bool = True
+    proj_bias: bool = False
+
+    def __post_init__(self) -> None:
+        self._require_positive("inner_dim", "state_dim", "dt_rank", "conv_width")
+
+    def state_shapes(self) -> StateShapes:
+        # One head of N keys and I values, as far as shapes go; the decay differs for each of its numbers.
+        return {"recurrent": (1, self.state_dim, self.inner_dim), "conv": (self.inner_dim, self.conv_width - 1)}
+
+    def build(self, hidden_size: int) -> Mamba:
+        return Mamba(self, hidden_size)
+
+
+class Mamba(nn.Module):
+    """One projection to x and z, convolution on x; time steps, B and C from the convolved x; decay exp(-dt exp(A_log)).
+
+    The output is (C S + D x) * silu(z), projected.
+    """
+
+    def __init__(self, config: MambaConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        inner, keys = config.inner_dim, config.state_dim
+        self.in_proj = nn.Linear(hidden_size, 2 * inner, bias=config.proj_bias)
+        self.conv = ShortConvolution(inner, config.conv_width, bias=config.conv_bias)
+        self.x_proj = nn.Linear(inner, config.dt_rank + 2 * keys, bias=False)
+        self.dt_proj = nn.Linear(config.dt_rank, inner)
+        self.A_log = nn.Parameter(torch.empty(inner, keys))
+        self.D = nn.Parameter(torch.ones(inner))
+        self.out_proj = nn.Linear(inner, hidden_size, bias=config.proj_bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A = 1..N in every channel, time steps log-uniform in 0.001..0.1, D one (Gu and Dao 2023, section 3.6)."""
+        config = self.config
+        with torch.no_grad():
+            keys = torch.arange(1, config.state_dim + 1, dtype=torch.float32, device=self.A_log.device)
+            self.A_log.copy_(keys.log().expand_as(self.A_log))
+        nn.init.uniform_(self.dt_proj.weight, -(config.dt_rank**-0.5), config.dt_rank**-0.5)
+        reset_time_steps(self.dt_proj.bias)
+        nn.init.ones_(self.D)
+
+    def forward(
+        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
+    ) -> tuple[Tensor, LayerState]:
+        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``recurrent [B, 1, N, I]``)."""
+        config = self.config
+        channels, z = self.in_proj(x).chunk(2, dim=-1)
+        channels, conv_state = self.conv(channels, None if state is None else state["conv"], mask)
+        low_rank, b, c = self.x_proj(channels).split((config.dt_rank, config.state_dim, config.state_dim), dim=-1)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        # The bias is added in float32: it holds time steps as small as 0.001.
+        raw_step = F.linear(low_rank, self.dt_proj.weight).to(wide)
+        step = mask_tokens(F.softplus(raw_step + self.dt_proj.bias.to(wide)), mask)
+        y, final = selective_scan(
+            channels.to(wide),
+            step,
+            -self.A_log.to(wide).exp(),
+            b,
+            c,
+            self.D,
+            initial_state=None if state is None else state["recurrent"].squeeze(1),
+        )
+        y = (y * F.silu(z.to(wide))).to(x.dtype)
+        projected: Tensor = self.out_proj(y)
+        return projected, {"recurrent": final.unsqueeze(1), "conv": conv_state}

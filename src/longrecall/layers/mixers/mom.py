@@ -1,0 +1,271 @@
+"""Mixture of Memories (Du et al. 2025, arXiv 2502.13685): a router writes every token to a few of many memories."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longrecall.errors import UserError
+from longrecall.layers.convolution import ShortConvolution
+from longrecall.layers.mixers.base import AUXILIARY_LOSS, LayerState, MixerConfig, StateShapes
+from longrecall.layers.mixers.delta_net import reset_time_steps
+from longrecall.layers.mixers.linear_attention import mask_tokens
+from longrecall.layers.norm import RMSNorm, l2_normalise
+from longrecall.ops import gated_delta_rule, gated_linear_attention, short_convolution
+
+RULES = ("gated_delta", "gated_linear")
+OF_A_MEMORY = ("k_proj", "v_proj", "a_proj", "b_proj", "k_conv", "v_conv", "A_log", "dt_bias")
+"""Parameters that hold the rows of all memories, one memory after the other."""
+
+Part = dict[str, Tensor]
+"""One memory's rows of those."""
+
+
+@dataclass(frozen=True)
+class MoMConfig(MixerConfig):
+    """Sizes of a Mixture-of-Memories layer; the defaults are those of the paper's models."""
+
+    type: ClassVar[str] = "mom"
+
+    num_heads: int
+    """Heads H of every memory."""
+    key_dim: int
+    """Key width K of one head."""
+    value_dim: int
+    """Value width V of one head."""
+    memories: int = 4
+    """Memories M that the router chooses from."""
+    active: int = 2
+    """How many of them a token is written to and read from."""
+    shared: bool = True
+    """One memory more, which every token uses."""
+    rule: str = "gated_delta"
+    """How a memory is updated: "gated_delta" (Gated DeltaNet's) or "gated_linear" (the same without the correction)."""
+    conv_width: int = 4
+    """Width of the short convolutions on q, k and v; 0 = none (SiLU alone)."""
+    output_gate: bool = True
+    balance: float = 0.01
+    """Weight of the loss that makes all memories used alike; 0 = none."""
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        self._require_positive("num_heads", "key_dim", "value_dim", "memories", "active")
+        if self.active > self.memories:
+            raise UserError(
+                f'mixer "{self.type}": active ({self.active}) cannot be more than memories ({self.memories})'
+            )
+        if self.rule not in RULES:
+            raise UserError(f'mixer "{self.type}": rule must be one of {", ".join(RULES)}, got {self.rule!r}')
+        if isinstance(self.balance, bool) or not isinstance(self.balance, int | float) or not self.balance >= 0:
+            raise UserError(f'mixer "{self.type}": balance must be a number from 0, got {self.balance!r}')
+
+    @property
+    def all_memories(self) -> int:
+        """Memories with the shared one, which is the last."""
+        return self.memories + int(self.shared)
+
+    def state_shapes(self) -> StateShapes:
+        heads, keys, values = self.num_heads, self.num_heads * self.key_dim, self.num_heads * self.value_dim
+        shapes: StateShapes = {"recurrent": (self.all_memories * heads, self.key_dim, self.value_dim)}
+        if self.conv_width:
+            sizes = {"q": keys, "k": self.all_memories * keys, "v": self.all_memories * values}
+            shapes |= {f"{name}_conv": (size, self.conv_width - 1) for name, size in sizes.items()}
+        return shapes
+
+    def build(self, hidden_size: int) -> MoM:
+        return MoM(self, hidden_size)
+
+
+class MoM(nn.Module):
+    r"""M memories with keys, values and gates of their own, one query; a token is read from where it was written.
+
+    .. math:: p = \mathrm{softmax}(W_r x), \qquad o = \sum_{m \in \mathrm{top}(p)} \frac{p_m}{\sum_{top} p} q S^{(m)}
+              + q S^{(shared)}
+
+    A memory is a sequence of its own: it sees its tokens one after the other, in its convolutions too, and neither
+    decays nor changes while others are chosen. With one active memory its weight is p itself, or the router would
+    learn nothing.
+
+    While training, the layer adds the key `auxiliary_loss` to its new state: balance * M * sum_m f_m P_m, with f_m the
+    share of the choices and P_m the mean probability of memory m over the real tokens. It is `balance` when all are
+    used alike (Fedus et al. 2021, equation 4).
+
+    A memory's tokens are gathered and read together, so that the work grows with `active` and not with `memories`.
+    Under CUDA graph capture and torch.compile, which allow no length that depends on values, every memory reads all
+    tokens with those of others masked: the same numbers for more work.
+    """
+
+    def __init__(self, config: MoMConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        count, heads = config.all_memories, config.num_heads
+        keys, values = heads * config.key_dim, heads * config.value_dim
+        self.router = nn.Linear(hidden_size, config.memories, bias=False)
+        self.q_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.k_proj = nn.Linear(hidden_size, count * keys, bias=False)
+        self.v_proj = nn.Linear(hidden_size, count * values, bias=False)
+        self.a_proj = nn.Linear(hidden_size, count * heads, bias=False)
+        self.b_proj = nn.Linear(hidden_size, count * heads, bias=False) if config.rule == "gated_delta" else None
+        for name, size in (("q", keys), ("k", count * keys), ("v", count * values)):
+            self.add_module(f"{name}_conv", ShortConvolution(size, config.conv_width) if config.conv_width else None)
+        self.A_log = nn.Parameter(torch.empty(count * heads))
+        self.dt_bias = nn.Parameter(torch.empty(count * heads))
+        self.g_proj = nn.Linear(hidden_size, values, bias=False) if config.output_gate else None
+        self.o_norm = RMSNorm(config.value_dim, config.norm_eps)
+        self.o_proj = nn.Linear(values, hidden_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A uniform in (0, 16), time steps log-uniform in 0.001..0.1, as in Gated DeltaNet."""
+        nn.init.uniform_(self.A_log, 1e-4, 16.0)
+        reset_time_steps(self.dt_bias)
+        with torch.no_grad():
+            self.A_log.log_()
+
+    def forward(
+        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
+    ) -> tuple[Tensor, LayerState]:
+        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``recurrent [B, (M + shared) H, K, V]``)."""
+        config, wide = self.config, torch.float64 if x.dtype == torch.float64 else torch.float32
+        weights, chosen, balance = self.route(x, mask)
+        new_state: LayerState = {}
+        q = self.q_proj(x)
+        if config.conv_width:
+            q, new_state["q_conv"] = self.get_submodule("q_conv")(q, None if state is None else state["q_conv"], mask)
+        else:
+            q = F.silu(q)
+        q = l2_normalise(q.to(wide).unflatten(-1, (config.num_heads, -1)))
+        places: list[Tensor | None] = [None] * config.all_memories
+        if _may_gather(x):
+            places[: config.memories] = _gathered(chosen)
+        total, after = x.new_zeros((*q.shape[:3], config.value_dim), dtype=wide), []
+        memories = zip(self._parts(), places, self._state_pieces(state), strict=True)
+        for index, (part, place, piece) in enumerate(memories):
+            if index == config.memories:
+                o, end = self._read(part, x, q, mask, piece)
+            else:
+                o, end = self._read_chosen(part, x, q, chosen[..., index], place, piece)
+                o = o * weights[..., index, None, None]
+            total = total + o
+            after.append(end)
+        for name in after[0]:
+            new_state[name] = torch.cat([piece[name] for piece in after], dim=1)
+        if balance is not None:
+            new_state[AUXILIARY_LOSS] = balance
+        return self._output(total, x), new_state
+
+    def route(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Where tokens x ``[B, T, d]`` go.
+
+        Returns weights ``[B, T, M]`` (0 where not chosen), which memories are chosen ``[B, T, M]`` (none for padding),
+        and while training the balance loss, else None.
+        """
+        config, wide = self.config, torch.float64 if x.dtype == torch.float64 else torch.float32
+        probability = self.router(x).to(wide).softmax(-1)
+        best = probability.topk(config.active, dim=-1).indices
+        chosen = torch.zeros_like(probability, dtype=torch.bool).scatter(-1, best, True)
+        weights = probability * chosen
+        if config.active > 1:
+            weights = weights / weights.sum(-1, keepdim=True)
+        real = torch.ones_like(probability[..., 0]) if mask is None else mask.to(wide)
+        chosen = chosen if mask is None else chosen & mask[..., None]
+        if not (self.training and config.balance):
+            return weights, chosen, None
+        count = real.sum().clamp(min=1)
+        share = chosen.to(wide).sum((0, 1)) / (count * config.active)
+        mean = (probability * real[..., None]).sum((0, 1)) / count
+        return weights, chosen, config.balance * config.memories * (share * mean).sum()
+
+    def _read_chosen(
+        self, part: Part, x: Tensor, q: Tensor, own: Tensor, place: Tensor | None, state: LayerState | None
+    ) -> tuple[Tensor, LayerState]:
+        """As `_read`, for the tokens `own` bool ``[B, T]``: gathered from `place` ``[B, L]``, or None = masked."""
+        if place is None:
+            return self._read(part, x, q, own, state)
+        nothing = q.new_zeros((*q.shape[:3], self.config.value_dim))
+        if not place.shape[1] and state is not None:
+            return nothing, state
+        real = torch.arange(place.shape[1], device=x.device) < own.sum(1)[:, None]
+        o, end = self._read(part, _take(x, place), _take(q, place), real, state)
+        return nothing.scatter(1, _as_wide_as(place, nothing), o), end
+
+    def _state_pieces(self, state: LayerState | None) -> list[LayerState | None]:
+        """The state of every memory."""
+        count = self.config.all_memories
+        if state is None:
+            return [None] * count
+        own = {name: tensor.chunk(count, dim=1) for name, tensor in state.items() if name != "q_conv"}
+        return [{name: parts[index] for name, parts in own.items()} for index in range(count)]
+
+    def _read(
+        self, part: Part, x: Tensor, q: Tensor, mask: Tensor | None, state: LayerState | None
+    ) -> tuple[Tensor, LayerState]:
+        """Write the real tokens of x ``[B, L, d]`` to one memory and read q ``[B, L, H, K]`` from it."""
+        config, wide, new_state = self.config, q.dtype, {}
+        results = []
+        for name in ("k", "v"):
+            y = F.linear(x, part[f"{name}_proj.weight"])
+            if config.conv_width:
+                key, taps = f"{name}_conv", part[f"{name}_conv.weight"]
+                y, new_state[key] = short_convolution(y, taps, state=None if state is None else state[key], mask=mask)
+            else:
+                y = F.silu(y)
+            results.append(y.to(wide).unflatten(-1, (config.num_heads, -1)))
+        k, v = l2_normalise(results[0]), results[1]
+        step = F.softplus(F.linear(x, part["a_proj.weight"]).to(wide) + part["dt_bias"].to(wide))
+        decay = mask_tokens(-part["A_log"].to(wide).exp() * step, mask)
+        initial = None if state is None else state["recurrent"]
+        if config.rule == "gated_delta":
+            beta = F.linear(x, part["b_proj.weight"]).to(wide).sigmoid()
+            o, final = gated_delta_rule(q, k, v, decay, mask_tokens(beta, mask), initial_state=initial)
+        else:
+            o, final = gated_linear_attention(q, mask_tokens(k, mask), v, decay, initial_state=initial)
+        return o, {"recurrent": final, **new_state}
+
+    def _parts(self) -> list[Part]:
+        """The rows of the parameters that belong to each memory."""
+        count = self.config.all_memories
+        rows = {
+            name: parameter.unflatten(0, (count, -1)).unbind(0)
+            for name, parameter in self.named_parameters()
+            if name.startswith(OF_A_MEMORY)
+        }
+        return [{name: parts[index] for name, parts in rows.items()} for index in range(count)]
+
+    def _output(self, o: Tensor, x: Tensor) -> Tensor:
+        o = self.o_norm(o)
+        if self.g_proj is not None:
+            o = o * F.silu(self.g_proj(x).to(o.dtype).unflatten(-1, (self.config.num_heads, -1)))
+        projected: Tensor = self.o_proj(o.to(x.dtype).flatten(-2))
+        return projected
+
+
+def _may_gather(x: Tensor) -> bool:
+    """Whether lengths may depend on values: not while a graph is recorded, and not without any."""
+    if torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda"):
+        return False
+    return x.device.type == "cpu" or not torch.cuda.is_current_stream_capturing()
+
+
+def _gathered(chosen: Tensor) -> list[Tensor]:
+    """For every memory of bool ``[B, T, M]`` the positions of its tokens ``[B, L]``, in order, then some of others.
+
+    L is the longest row's count.
+    """
+    longest = chosen.sum(1).amax(0).tolist()
+    order = torch.argsort((~chosen).to(torch.int8), dim=1, stable=True)
+    return [order[:, :count, index] for index, count in enumerate(longest)]
+
+
+def _as_wide_as(place: Tensor, x: Tensor) -> Tensor:
+    """Positions ``[B, L]`` -> ``[B, L, ...]`` with the last dimensions of x ``[B, T, ...]``."""
+    return place.view(*place.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:])
+
+
+def _take(x: Tensor, place: Tensor) -> Tensor:
+    """x ``[B, T, ...]`` at positions ``[B, L]`` -> ``[B, L, ...]``."""
+    return x.gather(1, _as_wide_as(place, x))

@@ -1,0 +1,211 @@
+"""Time mixing of RWKV-5 (Eagle) and RWKV-6 (Finch), Peng et al. 2024.
+
+Both look one token back (token shift), decay every key channel by itself and give the current token a weight of its
+own. RWKV-5 has learned constants for the shift and the decay; in RWKV-6 both depend on the token, by low-rank maps.
+The channel mixing of RWKV is not here: a layer's MLP is the SwiGLU of every other model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longrecall.errors import UserError
+from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.mixers.linear_attention import mask_tokens
+from longrecall.ops import bonus_linear_attention
+
+
+@dataclass(frozen=True)
+class RWKV5Config(MixerConfig):
+    """Sizes of an RWKV-5 layer; the published models have heads of 64 that together are as wide as the model."""
+
+    type: ClassVar[str] = "rwkv5"
+
+    input_dim: int
+    """Width of the layer's input, the model's hidden_size: the last input is a part of the state."""
+    num_heads: int
+    key_dim: int
+    """Key width K of one head."""
+    value_dim: int
+    """Value width V of one head."""
+    norm_eps: float = 64e-5
+    """Of the norm of each head's output; the published models divide by 8 before a norm with 1e-5."""
+
+    def __post_init__(self) -> None:
+        self._require_positive("input_dim", "num_heads", "key_dim", "value_dim")
+
+    def state_shapes(self) -> StateShapes:
+        return {"recurrent": (self.num_heads, self.key_dim, self.value_dim), "shift": (self.input_dim, 1)}
+
+    def build(self, hidden_size: int) -> TimeMixing:
+        return RWKV5(self, hidden_size)
+
+
+@dataclass(frozen=True)
+class RWKV6Config(RWKV5Config):
+    """Sizes of an RWKV-6 layer."""
+
+    type: ClassVar[str] = "rwkv6"
+
+    mix_rank: int = 32
+    """Inner width R of each of the five low-rank maps that decide how far a token looks back."""
+    decay_rank: int = 64
+    """Inner width of the low-rank map of the decay."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_positive("mix_rank", "decay_rank")
+
+    def build(self, hidden_size: int) -> TimeMixing:
+        return RWKV6(self, hidden_size)
+
+
+class TimeMixing(nn.Module):
+    """What both have: projections, decay, bonus, the norm of every head and the gate. Subclasses mix the inputs."""
+
+    MIXES: ClassVar[int]
+
+    def __init__(self, config: RWKV5Config, hidden_size: int) -> None:
+        super().__init__()
+        if config.input_dim != hidden_size:
+            raise UserError(
+                f'mixer "{config.type}": input_dim ({config.input_dim}) must be the hidden_size of the model '
+                f"({hidden_size})"
+            )
+        self.config = config
+        keys, values = config.num_heads * config.key_dim, config.num_heads * config.value_dim
+        self.mix = nn.Parameter(torch.empty(self.MIXES, hidden_size))
+        self.r_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.k_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(hidden_size, values, bias=False)
+        self.g_proj = nn.Linear(hidden_size, values, bias=False)
+        self.decay = nn.Parameter(torch.empty(keys))
+        self.bonus = nn.Parameter(torch.empty(config.num_heads, config.key_dim))
+        self.o_norm = nn.GroupNorm(config.num_heads, values, eps=config.norm_eps)
+        self.o_proj = nn.Linear(values, hidden_size, bias=False)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The authors' initialisation for a layer halfway up, which needs no layer index.
+
+        Decays of a step from exp(-0.0025) to exp(-0.37), bonuses from 0.5 down to 0 with a ripple that tells
+        neighbours apart, and a share of the token before that falls from 1 to 0 over the channels.
+        """
+        keys = torch.linspace(0, 1, self.decay.numel(), device=self.decay.device)
+        self.decay.copy_(-6 + 5 * keys**1.35)
+        ripple = 0.1 * ((torch.arange(keys.numel(), device=keys.device) + 1) % 3 - 1)
+        self.bonus.copy_((0.5 * (1 - keys) + ripple).view_as(self.bonus))
+        channels = torch.arange(self.mix.shape[1], device=self.mix.device) / self.mix.shape[1]
+        self.mix.copy_(1 - channels.sqrt())
+        self.mix[0].copy_(1 - channels**0.25)
+        self.mix[2].sub_(0.15)
+        self.mix[3].copy_(1 - channels**0.25)
+
+    def attend(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+        log_decay: Tensor,
+        state: Tensor | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Inputs of r, k, v, gate ``[B, T, d]`` and the decay ``[B, T, H * K]`` -> y ``[B, T, d]``, final state."""
+        config, dtype = self.config, inputs[0].dtype
+        wide = log_decay.dtype
+        r, k, v = (
+            projection(x).unflatten(-1, (config.num_heads, -1))
+            for projection, x in zip((self.r_proj, self.k_proj, self.v_proj), inputs[:3], strict=True)
+        )
+        log_decay = mask_tokens(log_decay.unflatten(-1, (config.num_heads, -1)), mask)
+        o, final = bonus_linear_attention(
+            r, mask_tokens(k, mask), v.to(wide), log_decay, self.bonus, initial_state=state
+        )
+        norm = self.o_norm
+        rows = F.group_norm(
+            o.flatten(0, 1).flatten(1), config.num_heads, norm.weight.to(wide), norm.bias.to(wide), norm.eps
+        )
+        gated = rows.unflatten(0, o.shape[:2]) * F.silu(self.g_proj(inputs[3]).to(wide))
+        projected: Tensor = self.o_proj(gated.to(dtype))
+        return projected, final
+
+
+class RWKV5(TimeMixing):
+    """log decay = -exp(decay), constant in time; the rows of `mix` belong to r, k, v and the gate."""
+
+    MIXES: ClassVar[int] = 4
+
+    def __init__(self, config: RWKV5Config, hidden_size: int) -> None:
+        super().__init__(config, hidden_size)
+        self.reset_parameters()
+
+    def forward(
+        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
+    ) -> tuple[Tensor, LayerState]:
+        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``recurrent [B, H, K, V]``, ``shift [B, d, 1]``)."""
+        before, shift = token_shift(x, None if state is None else state["shift"], mask)
+        change = before - x
+        r, k, v, gate = (x + change * share for share in self.mix)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        log_decay = (-self.decay.to(wide).exp()).expand(*x.shape[:2], -1)
+        y, final = self.attend((r, k, v, gate), log_decay, None if state is None else state["recurrent"], mask)
+        return y, {"recurrent": final, "shift": shift}
+
+
+class RWKV6(TimeMixing):
+    """log decay = -exp(decay + a low-rank map of the token); the rows of `mix` belong to r, k, v, the gate, the decay.
+
+    How far each of the five looks back is `mix` plus a low-rank map of x mixed by `mix_x`.
+    """
+
+    MIXES: ClassVar[int] = 5
+
+    def __init__(self, config: RWKV6Config, hidden_size: int) -> None:
+        super().__init__(config, hidden_size)
+        self.mix_x = nn.Parameter(torch.empty(hidden_size))
+        self.mix_down = nn.Linear(hidden_size, self.MIXES * config.mix_rank, bias=False)
+        self.mix_up = nn.Parameter(torch.empty(self.MIXES, config.mix_rank, hidden_size))
+        self.decay_down = nn.Linear(hidden_size, config.decay_rank, bias=False)
+        self.decay_up = nn.Linear(config.decay_rank, self.decay.numel(), bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As RWKV-5; the maps of the shift begin small, but not at zero, where their inner half has no gradient."""
+        super().reset_parameters()
+        self.mix_x.copy_(self.mix[1])
+        nn.init.uniform_(self.mix_up, -0.01, 0.01)
+
+    def forward(
+        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
+    ) -> tuple[Tensor, LayerState]:
+        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``recurrent [B, H, K, V]``, ``shift [B, d, 1]``)."""
+        before, shift = token_shift(x, None if state is None else state["shift"], mask)
+        change = before - x
+        inner = torch.tanh(self.mix_down(x + change * self.mix_x)).unflatten(-1, (self.MIXES, -1))
+        shares = torch.einsum("btnr,nrd->nbtd", inner, self.mix_up) + self.mix[:, None, None]
+        r, k, v, gate, slow = (x + change * share for share in shares)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        moved = self.decay_up(torch.tanh(self.decay_down(slow)))
+        log_decay = -(self.decay.to(wide) + moved.to(wide)).exp()
+        y, final = self.attend((r, k, v, gate), log_decay, None if state is None else state["recurrent"], mask)
+        return y, {"recurrent": final, "shift": shift}
+
+
+def token_shift(x: Tensor, state: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The input before each token, padding skipped as if it were not there.
+
+    x ``[B, T, d]``, the last input so far ``[B, d, 1]`` (None = zeros), mask bool ``[B, T]`` -> ``[B, T, d]``
+    (arbitrary where padded) and the new last input ``[B, d, 1]``.
+    """
+    last = x.new_zeros((x.shape[0], 1, x.shape[2])) if state is None else state.to(x.dtype).transpose(1, 2)
+    history = torch.cat([last, x], dim=1)
+    if mask is not None:
+        # Entry t of history is token t - 1: where the newest real one lies before each token, and after the last.
+        places = torch.arange(1, x.shape[1] + 1, device=x.device).expand_as(mask)
+        newest = F.pad(torch.where(mask, places, 0), (1, 0)).cummax(1).values
+        history = history.gather(1, newest[..., None].expand_as(history))
+    return history[:, :-1], history[:, -1:].transpose(1, 2)

@@ -1,0 +1,158 @@
+"""Time mixing of RWKV-7 (Peng et al. 2025, "Goose", arXiv 2503.14456): a delta rule with separate keys for removal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longrecall.errors import UserError
+from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.mixers.linear_attention import mask_tokens
+from longrecall.layers.mixers.rwkv import token_shift
+from longrecall.ops import generalised_delta_rule
+
+# Keeps the removal key of a token without one from dividing by zero (as in torch.nn.functional.normalize).
+SMALLEST_NORM = 1e-12
+
+
+@dataclass(frozen=True)
+class RWKV7Config(MixerConfig):
+    """Sizes of an RWKV-7 layer; the published models have heads of 64 that together are as wide as the model."""
+
+    type: ClassVar[str] = "rwkv7"
+
+    input_dim: int
+    """Width of the layer's input, the model's hidden_size: the last input is a part of the state."""
+    num_heads: int
+    key_dim: int
+    """Key width K of one head."""
+    value_dim: int
+    """Value width V of one head."""
+    decay_rank: int = 64
+    """Inner width of the low-rank map of the decay."""
+    rate_rank: int = 64
+    """Inner width of the low-rank map of the in-context learning rate."""
+    gate_rank: int = 128
+    """Inner width of the low-rank map of the output gate."""
+    norm_eps: float = 64e-5
+    """Of the norm of each head's output."""
+
+    def __post_init__(self) -> None:
+        self._require_positive("input_dim", "num_heads", "key_dim", "value_dim")
+        self._require_positive("decay_rank", "rate_rank", "gate_rank")
+
+    def state_shapes(self) -> StateShapes:
+        return {"recurrent": (self.num_heads, self.key_dim, self.value_dim), "shift": (self.input_dim, 1)}
+
+    def build(self, hidden_size: int) -> RWKV7:
+        return RWKV7(self, hidden_size)
+
+
+class RWKV7(nn.Module):
+    r"""Every input is x mixed with the token before; then, per head (the paper's section 4, with rows for columns),
+
+    .. math:: S_t = (\mathrm{diag}(w_t) - (\hat\kappa_t \circ a_t)^\top \hat\kappa_t) S_{t-1} + \tilde k_t^\top v_t,
+              \qquad o_t = r_t S_t
+
+    with :math:`\log w = -e^{-1/2} \sigma(w_0 + \tanh(x A_w) B_w)`, the rate :math:`a = \sigma(a_0 + x A_a B_a)`, the
+    removal key :math:`\hat\kappa` (the unit vector along :math:`k \circ \xi`), and the key that is written,
+    :math:`\tilde k = k \circ (1 + (a - 1) \circ \alpha)`. After the norm of each head the current token is read once
+    more, :math:`(r \cdot (\rho \circ \tilde k)) v`, and all is gated by :math:`\sigma(x A_g) B_g`.
+
+    Not here: the value residual (later layers mix in the values of the first), because a layer sees no other layer's
+    values, and RWKV's channel mixing, whose place the model's MLP takes.
+    """
+
+    def __init__(self, config: RWKV7Config, hidden_size: int) -> None:
+        super().__init__()
+        if config.input_dim != hidden_size:
+            raise UserError(
+                f'mixer "{config.type}": input_dim ({config.input_dim}) must be the hidden_size of the model '
+                f"({hidden_size})"
+            )
+        self.config = config
+        keys, values = config.num_heads * config.key_dim, config.num_heads * config.value_dim
+        self.mix = nn.Parameter(torch.empty(6, hidden_size))
+        self.r_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.k_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(hidden_size, values, bias=False)
+        self.decay = nn.Parameter(torch.empty(keys))
+        self.decay_down = nn.Linear(hidden_size, config.decay_rank, bias=False)
+        self.decay_up = nn.Linear(config.decay_rank, keys, bias=False)
+        self.rate = nn.Parameter(torch.empty(keys))
+        self.rate_down = nn.Linear(hidden_size, config.rate_rank, bias=False)
+        self.rate_up = nn.Linear(config.rate_rank, keys, bias=False)
+        self.gate_down = nn.Linear(hidden_size, config.gate_rank, bias=False)
+        self.gate_up = nn.Linear(config.gate_rank, values, bias=False)
+        self.removal_scale = nn.Parameter(torch.empty(keys))
+        self.rate_scale = nn.Parameter(torch.empty(keys))
+        self.bonus = nn.Parameter(torch.empty(config.num_heads, config.key_dim))
+        self.o_norm = nn.GroupNorm(config.num_heads, values, eps=config.norm_eps)
+        self.o_proj = nn.Linear(values, hidden_size, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The authors' constants for a layer halfway up, which needs no layer index.
+
+        Decays of a step from exp(-0.0009) to exp(-0.11) over the channels, learning rates about one half, bonuses of
+        0; the token before counts for 1 in the first channel and less and less in the later ones. Rows of `mix`: r,
+        decay, k, v, rate, gate.
+        """
+        channels = torch.arange(self.mix.shape[1], device=self.mix.device) / self.mix.shape[1]
+        for row, power in zip(self.mix, (0.2, 0.9, 0.7, 0.7, 0.9, 0.2), strict=True):
+            # Half of the first layer's power: the authors' falls with depth from there to none.
+            row.copy_(1 - channels ** (power / 2))
+        keys = torch.linspace(0, 1, self.decay.numel(), device=self.decay.device)
+        self.decay.copy_(-6.5 + 5 * keys ** (0.85 + 0.5**0.5))
+        nn.init.zeros_(self.rate)
+        nn.init.constant_(self.removal_scale, 0.85)
+        nn.init.ones_(self.rate_scale)
+        nn.init.zeros_(self.bonus)
+
+    def forward(
+        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
+    ) -> tuple[Tensor, LayerState]:
+        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``recurrent [B, H, K, V]``, ``shift [B, d, 1]``)."""
+        before, shift = token_shift(x, None if state is None else state["shift"], mask)
+        change = before - x
+        for_r, for_decay, for_k, for_v, for_rate, for_gate = (x + change * share for share in self.mix)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        r, k, v = (self._heads(y) for y in (self.r_proj(for_r), self.k_proj(for_k), self.v_proj(for_v)))
+        k, v = k.to(wide), v.to(wide)
+        moved = self.decay_up(torch.tanh(self.decay_down(for_decay)))
+        log_decay = self._heads(-math.exp(-0.5) * (self.decay.to(wide) + moved.to(wide)).sigmoid())
+        rate = self._heads((self.rate.to(wide) + self.rate_up(self.rate_down(for_rate)).to(wide)).sigmoid())
+        removal = F.normalize(k * self._heads(self.removal_scale.to(wide)), dim=-1, eps=SMALLEST_NORM)
+        written = k * (1 + (rate - 1) * self._heads(self.rate_scale.to(wide)))
+        o, final = generalised_delta_rule(
+            r,
+            mask_tokens(written, mask),
+            v,
+            mask_tokens(log_decay, mask),
+            mask_tokens(removal, mask),
+            removal * rate,
+            scale=1.0,
+            initial_state=None if state is None else state["recurrent"],
+        )
+        current = (r.to(wide) * self.bonus.to(wide) * written).sum(-1, keepdim=True) * v
+        gate = self.gate_up(self.gate_down(for_gate).sigmoid())
+        mixed = (self._norm(o) + current.flatten(-2)) * gate.to(wide)
+        projected: Tensor = self.o_proj(mixed.to(x.dtype))
+        return projected, {"recurrent": final, "shift": shift}
+
+    def _heads(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (self.config.num_heads, -1))
+        return heads
+
+    def _norm(self, o: Tensor) -> Tensor:
+        """Each head's mean 0 and variance 1, then scaled and shifted: ``[B, T, H, V]`` -> ``[B, T, H * V]``."""
+        norm, rows = self.o_norm, o.flatten(0, 1).flatten(1)
+        weight, bias = norm.weight.to(o.dtype), norm.bias.to(o.dtype)
+        normed: Tensor = F.group_norm(rows, norm.num_groups, weight, bias, norm.eps).unflatten(0, o.shape[:2])
+        return normed

@@ -1,0 +1,89 @@
+"""The tokens that a model has read, for layers that look them up again (retrieval)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrecall.layers.mixers.base import MixerConfig
+from longrecall.layers.rotary import token_positions
+
+NO_TOKEN = -1
+"""Fills a row that has fewer tokens than another one."""
+
+EMBEDDING_EPS = 1e-8
+"""Under the mean square of an embedding, whose entries are 1e-2 and more in every model we know."""
+
+
+@dataclass(frozen=True)
+class TokenContext:
+    """What a layer may look up while it reads a segment: every token of its row so far, the segment's own included.
+
+    Attributes:
+        ids: int32 ``[B, S]``: the real tokens of each row from the left without gaps, then -1.
+        before: int64 ``[B]``: how many of them were read before this segment.
+        earlier: the columns that those took: a token in column i of the segment has position `earlier` + i at most.
+        lookup: token ids of any shape -> their embeddings ``[..., d]``.
+        embedded: ``[B, S, d]``, what `embed` gives for `ids`, when this segment is the first: nothing was read before.
+    """
+
+    ids: Tensor
+    before: Tensor
+    earlier: int
+    lookup: Callable[[Tensor], Tensor]
+    embedded: Tensor | None
+
+    @classmethod
+    def read(
+        cls, earlier: Tensor | None, ids: Tensor, mask: Tensor | None, lookup: Callable[[Tensor], Tensor]
+    ) -> TokenContext:
+        """Append a segment.
+
+        Args:
+            earlier: int32 ``[B, C]``, the `ids` after the segment before; None or C = 0 for the first one.
+            ids: integers ``[B, T]``.
+            mask: bool ``[B, T]``, False = padding, which is left out; None = all are real.
+        """
+        earlier = ids.new_zeros((ids.shape[0], 0), dtype=torch.int32) if earlier is None else earlier
+        before = (earlier != NO_TOKEN).sum(1)
+        joined = _append(earlier, before, ids.to(torch.int32), mask)
+        context = cls(joined, before, earlier.shape[1], lookup, None)
+        if earlier.shape[1]:
+            return context
+        return cls(joined, before, 0, lookup, context.embed(joined))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings of `ids` (-1 stands for any token) ``[..., d]``, each scaled to mean square 1.
+
+        Embedding tables differ a hundredfold in scale; a layer that reads them unscaled would need another
+        initialisation for each. Directions, and with them cosines, stay.
+        """
+        found = self.lookup(ids.clamp(min=0))
+        wide = found if found.dtype == torch.float64 else found.float()
+        return F.rms_norm(wide, (found.shape[-1],), eps=EMBEDDING_EPS).to(found.dtype)
+
+    def finished(self, chunk: int, length: int, mask: Tensor | None) -> Tensor:
+        """Chunks of `chunk` tokens that end before each token of the segment: int64 ``[B, T]`` for T = `length`."""
+        return token_positions(self.before, length, mask) // chunk
+
+
+def token_argument(config: MixerConfig, context: TokenContext | None) -> dict[str, TokenContext | None]:
+    """The argument that a mixer gets besides the usual ones: ``context`` if it looks up tokens, nothing if not."""
+    return {"context": context} if config.reads_tokens else {}
+
+
+def _append(earlier: Tensor, before: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None and not earlier.shape[1]:
+        return ids
+    # Without padding the fullest row grows by T; with it only the counts can tell.
+    width = earlier.shape[1] + ids.shape[1] if mask is None else int((before + mask.sum(1)).max())
+    width = max(width, earlier.shape[1])
+    target = token_positions(before, ids.shape[1], mask)
+    if mask is not None:
+        target = target.masked_fill(~mask, width)
+    room = earlier.new_full((earlier.shape[0], width + 1 - earlier.shape[1]), NO_TOKEN)
+    return torch.cat([earlier, room], 1).scatter(1, target, ids)[:, :width]

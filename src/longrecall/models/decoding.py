@@ -1,0 +1,309 @@
+"""A decoding step of the whole model that owns its memory: captured once as a CUDA graph, then replayed for each token.
+
+A recurrent state has a fixed shape, so the step of a given batch size is the same work on the same memory every time.
+This is the one place where a state is written in place: the buffers belong to the step, states are copied in and out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from longrecall.layers.decoding import (
+    FEW_ROWS,
+    FewRowsStream,
+    FusedStream,
+    Step,
+    Stream,
+    fused_step,
+    plain_step,
+)
+from longrecall.layers.mixers.base import LayerState, MixerConfig
+from longrecall.layers.retrieval import Retrieval, RetrievalConfig
+from longrecall.layers.retrieval_decoding import retrieval_step
+from longrecall.layers.tokens import NO_TOKEN
+from longrecall.models.prefill import CapturedSegment
+from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
+from longrecall.models.state import RecurrentState
+
+KEPT_STEPS = 4
+"""Captured steps and segments a model keeps, those used last."""
+
+LEAST_ROOM = 4096
+"""Tokens of context that a captured step with retrieval has room for at least; more is a power of two."""
+
+
+def why_no_graph(model: RecurrentLM) -> str | None:
+    """Return why the model's decoding step cannot be captured, in plain words; None when it can."""
+    if not model.decoding.graphs:
+        return "model.decoding.graphs is off"
+    if model.device.type != "cuda":
+        return f"the model is on {model.device.type}; CUDA graphs need a GPU"
+    if model.dtype == torch.float64:
+        return "float64 weights are for reference only"
+    if model.training:
+        return "the model is in training mode"
+    return why_no_step(model)
+
+
+def why_no_step(model: RecurrentLM) -> str | None:
+    """Return which layer's state grows and cannot be given room beforehand; None when there is none.
+
+    Retrieval's can: token ids and a vector for every chunk, of a context whose largest length is known.
+    """
+    for index, layer in enumerate(model.config.layer_configs()):
+        mixer = layer.mixer.base if isinstance(layer.mixer, RetrievalConfig) else layer.mixer
+        if grows(mixer):
+            return f"layer {index} ({mixer.type}) keeps a cache that grows with the context"
+    return None
+
+
+def why_not_fixed(model: RecurrentLM) -> str | None:
+    """Return which layer has a state that grows with the context; None when none has."""
+    for index, layer in enumerate(model.config.layer_configs()):
+        if grows(layer.mixer):
+            return f"layer {index} ({layer.mixer.type}) keeps a cache that grows with the context"
+    return None
+
+
+def grows(mixer: MixerConfig) -> bool:
+    """Whether the state of this mixer has no fixed shape: one of its tensors is empty before the first token."""
+    return getattr(mixer, "reads_tokens", False) or any(0 in shape for shape in mixer.state_shapes().values())
+
+
+class DecodingStep:
+    """One token for every sequence of a batch: `load` a state, set `ids`, call it, read `logits`.
+
+    Until `capture` the same work runs eagerly. `fused` layers run in Triton kernels; None = on a GPU. `room`: tokens
+    of context, those yet to come included, that a model with retrieval layers may look up; other models need none.
+    """
+
+    def __init__(
+        self,
+        model: RecurrentLM,
+        batch: int,
+        state_dtype: torch.dtype | None = None,
+        fused: bool | None = None,
+        room: int = 0,
+    ) -> None:
+        self.model, self.batch = model, batch
+        self.state_dtype = state_dtype or torch.float32
+        self.ids = torch.zeros(batch, dtype=torch.long, device=model.device)
+        self.position = torch.zeros(batch, dtype=torch.long, device=model.device)
+        self.logits = torch.zeros(0, device=model.device)
+        self.columns, self.width = 0, 0
+        self.tokens = torch.full((batch, room), NO_TOKEN, dtype=torch.int32, device=model.device) if room else None
+        layers = [layer.mixer for layer in model.config.layer_configs()]
+        states = (mixer.zero_state(batch, model.device, model.dtype) for mixer in layers)
+        self.buffers = tuple(
+            self._buffers(_with_room(mixer, state, room)) for mixer, state in zip(layers, states, strict=True)
+        )
+        fused = model.device.type == "cuda" if fused is None else fused
+        mixers = [cast(RecurrentLayer, layer).mixer for layer in model.model.layers]
+        self.fused = fused
+        self.steps = [self._step(mixer) for mixer in mixers]
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def _step(self, mixer: torch.nn.Module) -> Step:
+        if isinstance(mixer, Retrieval):
+            if self.tokens is None:
+                raise ValueError("a model with retrieval layers needs room for its context; got none")
+            return retrieval_step(mixer, self._step(mixer.base), self.tokens, self.model.model.embeddings)
+        return (fused_step(mixer) if self.fused else None) or plain_step(mixer)
+
+    def _buffers(self, state: LayerState) -> dict[str, Tensor]:
+        owned = {}
+        for name, tensor in state.items():
+            if name.endswith("recurrent"):
+                owned[name] = torch.zeros_like(tensor, dtype=self.state_dtype)
+            elif name.endswith("conv"):
+                # Neighbouring channels side by side: a step reads every tap of all channels.
+                owned[name] = torch.zeros_like(tensor.transpose(1, 2).contiguous()).transpose(1, 2)
+            else:
+                owned[name] = torch.zeros_like(tensor)
+        return owned
+
+    def load(self, state: RecurrentState) -> None:
+        """Copy a state of this batch size into the buffers."""
+        self.columns, self.width = state.length, 0
+        if self.tokens is not None and state.context is not None:
+            self.width = state.context.shape[1]
+            if self.width > self.tokens.shape[1]:
+                raise ValueError(f"the state's context has {self.width} tokens, the step room for {self._room()}")
+            self.tokens.fill_(NO_TOKEN)[:, : self.width] = state.context
+        for buffers, layer in zip(self.buffers, state.layers, strict=True):
+            for name, tensor in layer.items():
+                # Only chunk vectors are fewer than there is room for.
+                buffers[name][:, : tensor.shape[1]].copy_(tensor)
+        self.position.copy_(state.position)
+
+    def export(self) -> RecurrentState:
+        """Return a copy of the buffers as a state, recurrent states in float32."""
+        layers = []
+        for mixer, buffers in zip(self.model.config.layer_configs(), self.buffers, strict=True):
+            layer = {
+                name: tensor.float() if name.endswith("recurrent") else tensor.contiguous()
+                for name, tensor in buffers.items()
+            }
+            if isinstance(mixer.mixer, RetrievalConfig):
+                layer["chunk"] = layer["chunk"][:, : self.width // mixer.mixer.chunk]
+            layers.append(layer)
+        state = RecurrentState(tuple(layers), self.position, self.columns)
+        context = None if self.tokens is None else self.tokens[:, : self.width].clone()
+        return RecurrentState(state.map(Tensor.clone).layers, self.position.clone(), self.columns, context)
+
+    def _room(self) -> int:
+        return 0 if self.tokens is None else self.tokens.shape[1]
+
+    def __call__(self) -> Tensor:
+        """Read `ids` ``[B]``, advance the buffers, return logits ``[B, vocab]``, overwritten by the next call.
+
+        Raises:
+            ValueError: no room for one more token of context.
+        """
+        if self.tokens is not None and self.width >= self._room():
+            raise ValueError(f"the step has room for {self._room()} tokens of context, all of them read")
+        self.width += 1
+        if self.graph is None:
+            self.logits = self._run()
+        else:
+            self.graph.replay()
+        self.columns += 1
+        return self.logits
+
+    def capture(self) -> None:
+        """Record the step; the buffers are left as they were after construction (zeros)."""
+        stream = torch.cuda.Stream(self.model.device)
+        stream.wait_stream(torch.cuda.current_stream(self.model.device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._run()
+        torch.cuda.current_stream(self.model.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.logits = self._run()
+        self.graph = graph
+        for layer in self.buffers:
+            for tensor in layer.values():
+                tensor.zero_()
+
+    def _run(self) -> Tensor:
+        model = self.model.model
+        x = model.embeddings(self.ids)
+        if self.tokens is not None:
+            self.tokens.scatter_(1, self.position[:, None], self.ids[:, None].int())
+        dtype = x.dtype
+        if self.model.config.residual_in_fp32:
+            x = x.float()
+        kind = Stream if not self.fused else FewRowsStream if self.batch <= FEW_ROWS else FusedStream
+        stream = kind(x, dtype)
+        for module, step, buffers in zip(model.layers, self.steps, self.buffers, strict=True):
+            layer = cast(RecurrentLayer, module)
+            step(stream, layer.mixer_norm, buffers, self.position)
+            if layer.mlp is not None and layer.mlp_norm is not None:
+                stream.add_mlp(layer.mlp_norm, layer.mlp)
+        logits: Tensor = self.model.lm_head(stream.normed(model.norm))
+        self.position += 1
+        return logits
+
+
+def _with_room(mixer: MixerConfig, state: LayerState, room: int) -> LayerState:
+    """The state before the first token, with room for the chunk vectors of so many tokens."""
+    if not isinstance(mixer, RetrievalConfig):
+        return state
+    chunk = state["chunk"]
+    return {**state, "chunk": chunk.new_zeros((chunk.shape[0], room // mixer.chunk, chunk.shape[2]))}
+
+
+def addresses(model: RecurrentLM) -> tuple[int, ...]:
+    """Where every parameter lies: a captured step is valid as long as none has moved."""
+    return tuple(parameter.data_ptr() for parameter in model.parameters())
+
+
+def captured_step(model: RecurrentLM, batch: int, room: int = 0) -> DecodingStep:
+    """Return the model's captured step for this batch size, made on first use and kept for the next calls.
+
+    `room`: the tokens that a context will have at most, for a model with retrieval layers.
+    """
+    model.decoding.check()
+    room = max(LEAST_ROOM, 1 << (room - 1).bit_length()) if room else 0
+
+    def make() -> DecodingStep:
+        return DecodingStep(model, batch, model.decoding.state_dtype, room=room)
+
+    return _kept(model, ("step", batch, model.decoding.state_dtype, *([room] if room else [])), make)
+
+
+def captured_segment(model: RecurrentLM, batch: int) -> CapturedSegment:
+    """Return the model's captured segment for reading long prompts of `batch` rows, made on first use."""
+    return _kept(model, ("segment", batch), lambda: CapturedSegment(model, batch))
+
+
+Captured = TypeVar("Captured", DecodingStep, CapturedSegment)
+
+
+def _kept(model: RecurrentLM, key: tuple[Any, ...], make: Callable[[], Captured]) -> Captured:
+    """What was captured under `key` for the weights where they lie now; made when there is none."""
+    kept = model.captured_steps
+    where = addresses(model)
+    place, found = kept.pop(key, (None, None))
+    if place != where:
+        found = make()
+        found.capture()
+    kept[key] = (where, found)
+    while len(kept) > KEPT_STEPS:
+        kept.pop(next(iter(kept)))
+    return cast(Captured, found)
+
+
+Sampler = Callable[[Tensor, Tensor], Tensor]
+"""ids read so far ``[B, n]``, logits ``[B, vocab]`` -> the next ids ``[B]``."""
+
+
+@torch.no_grad()
+def decode(
+    step: DecodingStep,
+    ids: Tensor,
+    logits: Tensor,
+    sample: Sampler,
+    *,
+    most: int,
+    end: Tensor | None,
+    pad: int,
+    shown: Callable[[Tensor], None] | None = None,
+    check_every: int = 16,
+) -> Tensor:
+    """Extend ids ``[B, n]`` to at most `most` columns; `logits` ``[B, vocab]`` are those of the last column.
+
+    A row ends with a token of `end` and is filled up with `pad`. Whether all rows have ended is looked at every
+    `check_every` tokens only, since that waits for the GPU; what was written too much is cut off. `shown` gets the new
+    ids of every step (on the CPU), for streaming.
+    """
+    rows, start = ids.shape
+    written = torch.empty(rows, most, dtype=ids.dtype, device=ids.device)
+    written[:, :start] = ids
+    running = torch.ones(rows, dtype=torch.bool, device=ids.device)
+    column = start
+    while column < most:
+        token = sample(written[:, :column], logits)
+        if end is not None:
+            token = torch.where(running, token, pad)
+            running = running & ~torch.isin(token, end)
+        written[:, column] = token
+        column += 1
+        if shown is not None:
+            shown(token.cpu())
+        look = shown is not None or (column - start) % check_every == 0
+        if end is not None and look and not bool(running.any()):
+            break
+        if column < most:
+            step.ids.copy_(token)
+            logits = step()
+    if end is not None:
+        ended = torch.isin(written[:, start:column], end).int()
+        first = torch.where(ended.any(1), ended.argmax(1) + 1, column - start)
+        column = start + int(first.max())
+    return written[:, :column]

@@ -1,0 +1,126 @@
+"""transformers' generate() with our decoding step in the plain cases: greedy and sampling on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from longrecall.errors import UserError
+from longrecall.models.state import RecurrentState
+
+
+@dataclass
+class DecodingOptions:
+    """How `generate()` decodes; an attribute `decoding` of every RecurrentLM.
+
+    Attributes:
+        graphs: capture the step as a CUDA graph on a GPU; False decodes layer by layer, as on a CPU.
+        state_dtype: type of recurrent states while decoding; None = float32. bfloat16 halves what a step reads and
+            writes, and rounds the state after every token.
+    """
+
+    graphs: bool = True
+    state_dtype: torch.dtype | None = None
+
+    def check(self) -> None:
+        """Raise UserError on a type that no state has."""
+        if self.state_dtype not in (None, torch.float32, torch.bfloat16):
+            raise UserError(f"decoding.state_dtype must be torch.float32 or torch.bfloat16, got {self.state_dtype}")
+
+
+class CapturedSteps(dict[Any, Any]):
+    """The captured decoding steps of one model; a copy of the model starts without any."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedSteps:
+        return CapturedSteps()
+
+    def __reduce__(self) -> tuple[type[CapturedSteps], tuple[()]]:
+        return CapturedSteps, ()
+
+
+class RecurrentGeneration(GenerationMixin):
+    """Overrides the loop of greedy search and sampling where a captured step can do it; the tokens are the same."""
+
+    decoding: DecodingOptions
+    captured_steps: CapturedSteps
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        from longrecall.models.decoding import captured_step, decode, why_no_graph
+
+        model = cast(Any, self)
+        plain = [MaxLengthCriteria, EosTokenCriteria]
+        if (
+            synced_gpus
+            or generation_config.is_assistant
+            or not model_kwargs.get("use_cache", True)
+            or generation_config.return_dict_in_generate
+            or any(type(criterion) not in plain for criterion in stopping_criteria)
+            or why_no_graph(model) is not None
+        ):
+            return cast(Any, super())._sample(
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                **model_kwargs,
+            )
+        logits, state = self._read(input_ids, generation_config, model_kwargs)
+        rows, columns = input_ids.shape
+        most = int(stopping_criteria.max_length)
+        if state.context is None:
+            step = captured_step(model, rows)
+        else:
+            step = captured_step(model, rows, state.context.shape[1] + most - columns)
+        step.load(state)
+
+        def sample(ids: Tensor, logits: Tensor) -> Tensor:
+            scores = logits_processor(ids, logits.to(copy=True, dtype=torch.float32))
+            if not generation_config.do_sample:
+                return torch.argmax(scores, dim=-1)
+            return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+
+        ends = [criterion.eos_token_id for criterion in stopping_criteria if hasattr(criterion, "eos_token_id")]
+        pad = generation_config._pad_token_tensor
+        written = decode(
+            step,
+            input_ids,
+            logits,
+            sample,
+            most=most,
+            end=torch.cat([end.flatten().to(input_ids.device) for end in ends]) if ends else None,
+            pad=0 if pad is None else int(pad),
+            shown=None if streamer is None else streamer.put,
+        )
+        if streamer is not None:
+            streamer.end()
+        return written
+
+    def _read(
+        self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> tuple[Tensor, RecurrentState]:
+        """The prompt's last logits ``[B, vocab]`` and its state; a long prompt without padding in captured segments."""
+        from longrecall.models.decoding import captured_segment, why_not_fixed
+        from longrecall.models.prefill import read_prompt, why_no_segments
+
+        model, mask = cast(Any, self), model_kwargs.get("attention_mask")
+        fresh = model_kwargs.get("past_key_values") is None and model_kwargs.get("inputs_embeds") is None
+        if fresh and why_no_segments(input_ids, mask) is None and why_not_fixed(model) is None:
+            return read_prompt(model, captured_segment(model, input_ids.shape[0]), input_ids, None)
+        outputs = model._prefill(input_ids, generation_config, model_kwargs)
+        return outputs.logits[:, -1], outputs.past_key_values

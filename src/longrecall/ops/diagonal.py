@@ -1,0 +1,88 @@
+"""Linear recurrences with a fixed complex diagonal: S4D (Gu et al. 2022), by Fourier transforms or step by step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longrecall.ops.long_convolution import long_convolution, real_tokens_first, reorder
+
+
+def diagonal_ssm(
+    u: Tensor,
+    rate: Tensor,
+    angle: Tensor,
+    gain: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Run :math:`s_t = \lambda s_{t-1} + u_t`, :math:`y_t = 2\,\mathrm{Re} \sum_m g_m s_{t,m}` on every channel.
+
+    :math:`\lambda_m = e^{-rate_m + i\,angle_m}`; a pair of conjugate eigenvalues counts once, hence the factor 2. The
+    sequence is a convolution with taps :math:`2\,\mathrm{Re} \sum_m g_m \lambda_m^l` plus what is left of the initial
+    state; time O(T log T + T M), memory O(T). All arithmetic is in float32 (float64 for float64).
+
+    Args:
+        u: ``[B, T, H, P]``: P channels of head h share its eigenvalues and gains.
+        rate: ``[H, M]``, not negative: what a token fades the state by, in nats. angle: ``[H, M]`` in radians a token.
+        gain: ``[H, M, 2]``, real and imaginary part.
+        initial_state: ``[B, H, 2 M, P]``, M real parts and then M imaginary ones; None = zeros.
+        mask: bool ``[B, T]``; False marks padding: it is skipped as if it were not there (its outputs are arbitrary).
+
+    Returns:
+        ``[B, T, H, P]`` in the dtype of `u` and the final state ``[B, H, 2 M, P]``.
+    """
+    length, heads, width = u.shape[1:]
+    wide = torch.float64 if u.dtype == torch.float64 else torch.float32
+    real_gain, imaginary_gain = gain.to(wide).unbind(-1)
+    with torch.autocast(u.device.type, enabled=False):
+        powers = torch.arange(length + 1, device=u.device, dtype=wide)
+        # Powers 0..T of every eigenvalue, [H, M, T + 1].
+        size = torch.exp(-rate.to(wide)[..., None] * powers)
+        turn = angle.to(wide)[..., None] * powers
+        real, imaginary = size * turn.cos(), size * turn.sin()
+        weight_real = 2 * (real_gain[..., None] * real - imaginary_gain[..., None] * imaginary)
+        weight_imaginary = -2 * (real_gain[..., None] * imaginary + imaginary_gain[..., None] * real)
+        taps = weight_real[..., :length].sum(1).repeat_interleave(width, dim=0)
+        flat = u.flatten(2)
+        y = long_convolution(flat.to(wide), taps, mask=mask)[0].unflatten(2, (heads, width))
+        if initial_state is not None:
+            weights = torch.cat([weight_real[..., 1:], weight_imaginary[..., 1:]], dim=1)
+            left = torch.einsum("hmt,bhmp->bthp", weights, initial_state.to(wide))
+            y = y + (left if mask is None else left.flatten(2).gather(1, _steps(mask, heads * width)).view_as(left))
+        final = _final_state(flat, real, imaginary, initial_state, mask, wide)
+    return y.to(u.dtype), final
+
+
+def _steps(mask: Tensor, channels: int) -> Tensor:
+    """Index of every token among the real ones of its row, ``[B, T, channels]``."""
+    return (mask.long().cumsum(1) - 1).clamp(min=0)[..., None].expand(-1, -1, channels)
+
+
+def _final_state(
+    flat: Tensor, real: Tensor, imaginary: Tensor, initial: Tensor | None, mask: Tensor | None, wide: torch.dtype
+) -> Tensor:
+    """The state after the last token, ``[B, H, 2 M, P]``; inputs ``[B, T, H * P]``, powers ``[H, M, T + 1]``."""
+    length, heads = flat.shape[1], real.shape[0]
+    if mask is not None:
+        # Padding first: zeros before the first token add nothing, whatever their power.
+        flat = reorder(flat * mask[..., None].to(flat.dtype), real_tokens_first(~mask))
+    oldest_first = torch.cat([real[..., :length], imaginary[..., :length]], dim=1).flip(2)
+    inputs = flat.to(wide).unflatten(2, (heads, -1))
+    final = torch.einsum("hmt,bthp->bhmp", oldest_first, inputs)
+    if initial is None:
+        return final
+    if mask is None:
+        turn_real, turn_imaginary = real[..., -1:], imaginary[..., -1:]
+    else:
+        read = mask.sum(1)
+        turn_real, turn_imaginary = (part[..., read].permute(2, 0, 1)[..., None] for part in (real, imaginary))
+    before_real, before_imaginary = initial.to(wide).chunk(2, dim=2)
+    return final + torch.cat(
+        [
+            turn_real * before_real - turn_imaginary * before_imaginary,
+            turn_real * before_imaginary + turn_imaginary * before_real,
+        ],
+        dim=2,
+    )

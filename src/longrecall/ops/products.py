@@ -1,0 +1,60 @@
+"""Matrix products of what is kept in float32, in bfloat16 where a call asks for no more and the CPU multiplies it fast.
+
+The operands of a product are rounded to bfloat16, the CPU adds up in float32, and each product is rounded once more as
+it is returned (there is no other output type on a CPU); sums of products, states, decays and inverses stay in float32.
+A call is taken to ask for no more when its values, and with them its outputs, are bfloat16: the outputs are rounded by
+as much in any case. In the accumulation dtype every function here is the plain product, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether the CPU has instructions for bfloat16 products (AVX512-BF16 or AMX); False where torch cannot tell."""
+    # Older versions of torch have no public way to ask: there products stay in float32.
+    describe = getattr(torch.cpu, "get_capabilities", dict)
+    found = describe()
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
+CPU_MULTIPLIES_BFLOAT16 = _multiplies_bfloat16()
+"""A property of the machine. Emulated bfloat16 products would be slower than float32 ones."""
+
+
+def product_dtype(v: Tensor, accumulation: torch.dtype) -> torch.dtype:
+    """The dtype in which a call with the values `v` multiplies: bfloat16, or the accumulation dtype."""
+    low = v.dtype == torch.bfloat16 and accumulation == torch.float32
+    return torch.bfloat16 if low and v.device.type == "cpu" and CPU_MULTIPLIES_BFLOAT16 else accumulation
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a @ b, multiplied in `dtype`, in the dtype in which sums are kept: float32 for bfloat16, else `dtype`."""
+    if dtype != torch.bfloat16:
+        return a @ b
+    return (a.to(dtype) @ b.to(dtype)).float()
+
+
+def einsum_product(equation: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `product`, for a product that is written as an einsum."""
+    if dtype != torch.bfloat16:
+        return torch.einsum(equation, a, b)
+    return torch.einsum(equation, a.to(dtype), b.to(dtype)).float()
+
+
+def write_product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor) -> None:
+    """Write a @ b, each ``[E, rows, columns]``, into the float32 (float64) tensor `out`."""
+    if dtype != torch.bfloat16:
+        torch.bmm(a, b, out=out)
+    else:
+        out.copy_(a.to(dtype) @ b.to(dtype))
+
+
+def add_product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor) -> None:
+    """Add a @ b, each ``[E, rows, columns]``, to the float32 (float64) tensor `out`."""
+    if dtype != torch.bfloat16:
+        out.baddbmm_(a, b)
+    else:
+        out.add_(a.to(dtype) @ b.to(dtype))

@@ -1,0 +1,133 @@
+"""The Triton kernels as dispatch sees them: whether they can serve a call, why not, and how to run it.
+
+Triton is imported when an op is first asked for, not before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MODULES = {
+    "gated_linear_attention": "linear_attention",
+    "merged_linear_attention": "linear_attention",
+    "gated_delta_rule": "delta_rule",
+    "subhead_delta_rule": "delta_rule",
+    "expanded_delta_rule": "expanded",
+    "selected_attention": "retrieval",
+    "best_chunks": "retrieval",
+    "selective_scan": "selective_scan",
+}
+"""Ops that have kernels, and the module of each."""
+
+OLDEST_CAPABILITY = (8, 0)
+"""bfloat16 and tf32 products: Ampere and later."""
+
+
+def unavailable() -> str | None:
+    """Why no kernel can run on this machine, in words; None = they can. TRITON_INTERPRET=1 needs no GPU."""
+    if not _installed():
+        return 'Triton is not installed; pip install "longrecall[gpu]"'
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if torch.cuda.get_device_capability() < OLDEST_CAPABILITY:
+        major, minor = torch.cuda.get_device_capability()
+        return f"the GPU has compute capability {major}.{minor}; 8.0 or later is needed"
+    return None
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def declines(op: str, inputs: dict[str, Tensor | None]) -> str | None:
+    """Why a call cannot be served, in words; None = it can. `inputs` by name, in the dtypes the caller gave."""
+    if op not in MODULES:
+        return f"{op} has no kernel"
+    reason = unavailable()
+    if reason:
+        return reason
+    if any(x is not None and x.dtype == torch.float64 for x in inputs.values()):
+        return "float64 is left to the other backends"
+    reason = _module(op).declines(**inputs)
+    return None if reason is None else str(reason)
+
+
+@torch.compiler.disable
+def gated_linear_attention(**inputs: Any) -> tuple[Tensor, Tensor]:
+    """`linear_attention.gated_linear_attention`."""
+    return _run("gated_linear_attention", inputs)
+
+
+@torch.compiler.disable
+def merged_linear_attention(**inputs: Any) -> tuple[Tensor, Tensor]:
+    """`linear_attention.merged_linear_attention`."""
+    return _run("merged_linear_attention", inputs)
+
+
+@torch.compiler.disable
+def gated_delta_rule(**inputs: Any) -> tuple[Tensor, Tensor]:
+    """`delta_rule.gated_delta_rule`."""
+    return _run("gated_delta_rule", inputs)
+
+
+@torch.compiler.disable
+def subhead_delta_rule(**inputs: Any) -> tuple[Tensor, Tensor]:
+    """`delta_rule.subhead_delta_rule`."""
+    return _run("subhead_delta_rule", inputs)
+
+
+@torch.compiler.disable
+def expanded_delta_rule(**inputs: Any) -> tuple[Tensor, Tensor]:
+    """`expanded.expanded_delta_rule`."""
+    return _run("expanded_delta_rule", inputs)
+
+
+@torch.compiler.disable
+def selective_scan(**inputs: Any) -> tuple[Tensor, Tensor]:
+    """`selective_scan.selective_scan`."""
+    y, final = _module("selective_scan").selective_scan(**inputs)
+    return y, final
+
+
+@torch.compiler.disable
+def convolve_heads(z: Tensor, weight: Tensor, state: Tensor, *, normalise: bool) -> Tensor:
+    """`convolution.convolve_heads`."""
+    module = importlib.import_module("longrecall.ops.triton.convolution")
+    out: Tensor = module.convolve_heads(z, weight, state, normalise=normalise)
+    return out
+
+
+@torch.compiler.disable
+def selected_attention(*inputs: Any) -> Tensor:
+    """`retrieval.selected_attention`."""
+    out: Tensor = _module("selected_attention").selected_attention(*inputs)
+    return out
+
+
+@torch.compiler.disable
+def best_chunks(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """`retrieval.best_chunks`."""
+    chunks, scores = _module("best_chunks").best_chunks(*inputs)
+    return chunks, scores
+
+
+def _run(op: str, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    v: Tensor = inputs["v"]
+    # A launch goes to the current device, which need not be that of the tensors.
+    with torch.cuda.device(v.device if v.is_cuda else -1):
+        out, final = getattr(_module(op), op)(**inputs)
+    return out, final
+
+
+def _module(op: str) -> Any:
+    return importlib.import_module(f"longrecall.ops.triton.{MODULES[op]}")

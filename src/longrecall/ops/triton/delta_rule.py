@@ -1,0 +1,335 @@
+"""The chunked gated delta rule as Triton kernels, with values shared by subheads and their outputs added up.
+
+The forward keeps its inputs alone. The backward walks the chunks again to know the state before each of them, and works
+on a few rows of the batch at a time, so that its workspace does not grow with the batch.
+
+Widths between those the kernels are built for are filled up with zeros. A key channel of zeros reads and writes
+nothing, a value channel of zeros stays zero, so nothing else changes. No kernel is built for fewer than 64 channels: in
+products of warp groups with tiles less than 128 bytes wide, code that Triton 3.6 made for an H200 computed nonsense or
+read outside its shared memory (https://github.com/triton-lang/triton/issues/11366 is of that kind).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from longrecall.ops.chunked_linear import STRONGEST_DECAY
+from longrecall.ops.triton.delta_backward import keys_kernel, values_kernel, walk_back_kernel
+from longrecall.ops.triton.delta_forward import CHUNK, invert_kernel, walk_kernel
+from longrecall.ops.triton.launch import arithmetic, interpreting, on_device, unsupported
+
+WIDTHS = (64, 128, 256)
+"""Key and value widths the kernels are built for on a GPU."""
+
+INTERPRETED_WIDTHS = (16, 32, *WIDTHS)
+"""The same under Triton's interpreter, which has no warp groups: small sizes are for its sake."""
+
+WIDEST_FLOAT32_KEYS = 128
+"""Wider keys in products of float32 do not fit into registers: most of the state would live in memory."""
+
+MOST_STATES = 2**16 - 1
+"""Programs along the second and third axis of a grid."""
+
+WORKSPACE = 2**30
+"""Bytes that the backward may hold beside its inputs and outputs, unless a single row of the batch needs more."""
+
+SIZE = int(CHUNK.value)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Sizes of one call, and the shapes of its programs."""
+
+    rows: int
+    length: int
+    key_heads: int
+    heads: int
+    value_heads: int
+    subheads: int
+    key_width: int
+    value_width: int
+    mode: str
+    """How products are computed; see `delta_forward.dot`."""
+    scale: float
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.length // SIZE)
+
+    @property
+    def kept(self) -> torch.dtype:
+        """Dtype of what one kernel leaves for the next one's products."""
+        return torch.bfloat16 if self.mode.startswith("bf16") else torch.float32
+
+    @property
+    def value_block(self) -> int:
+        """Value channels of one state in registers; on a GPU 128 bytes of them at least."""
+        return min(self.value_width, 64 if self.kept == torch.bfloat16 or self.key_width <= 64 else 32)
+
+    @property
+    def key_tile(self) -> int:
+        """Key channels of a program of `keys_kernel`."""
+        return min(self.key_width, 128 if self.kept == torch.bfloat16 else 32)
+
+    @property
+    def value_tile(self) -> int:
+        """Value channels that such a program sums over at a time."""
+        return min(self.value_width, 64 if self.kept == torch.bfloat16 else 32)
+
+    @property
+    def heads_of(self) -> dict[str, int]:
+        return {"KEY_HEADS": self.key_heads, "HEADS": self.heads}
+
+    @property
+    def sharing(self) -> dict[str, int]:
+        return {"SUBHEADS": self.subheads, "VALUE_HEADS": self.value_heads}
+
+    def walking(self) -> dict[str, Any]:
+        """Constants of both walks."""
+        widths = {"K": self.key_width, "V": self.value_width, "BV": self.value_block, "MODE": self.mode}
+        stages = 1 if self.key_width > 128 else 2
+        return {**self.heads_of, **self.sharing, **widths, "num_warps": 4, "num_stages": stages}
+
+    def parts(self, processors: int) -> int:
+        """How many programs share the subheads of a value head: few, as each has its own sum, yet enough to be busy."""
+        programs = self.rows * self.value_heads * (self.value_width // self.value_block)
+        fits = (n for n in range(1, self.subheads + 1) if self.subheads % n == 0 and n * programs >= 2 * processors)
+        return next(fits, self.subheads)
+
+    def group_rows(self, processors: int, more: int = 0) -> int:
+        """Rows of the batch that the backward takes at a time; `more` numbers a row are held beside its own."""
+        tokens = self.heads * self.chunks * SIZE
+        numbers = tokens * (2 * self.value_width + SIZE) + 2 * tokens // SIZE * self.key_width * self.value_width + more
+        most = WORKSPACE // (numbers * self.kept.itemsize)
+        least = -(-2 * processors // (self.heads * (self.value_width // self.value_block)))
+        return min(self.rows, max(1, most, least))
+
+
+def declines(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor, **_: Any) -> str | None:
+    """Why these inputs cannot be served, in words; None = they can."""
+    if log_decay is not None and log_decay.dim() == 4:
+        return "the kernels have one decay per head, not one per key channel"
+    for name, width in (("key", q.shape[3]), ("value", v.shape[3])):
+        if not 1 <= width <= WIDTHS[-1]:
+            return f"the {name} width must be 1 to {WIDTHS[-1]}, not {width}"
+    if q.shape[3] > WIDEST_FLOAT32_KEYS and v.dtype != torch.bfloat16:
+        return f"keys of more than {WIDEST_FLOAT32_KEYS} channels, here {q.shape[3]}, are served in bfloat16 alone"
+    if beta.shape[0] * beta.shape[2] > MOST_STATES:
+        return f"a call has at most {MOST_STATES} states, not {beta.shape[0]} rows of {beta.shape[2]} heads"
+    return unsupported(q, k, v)
+
+
+def built_width(width: int) -> int:
+    """The least width of at least `width` channels for which there are kernels."""
+    return next(built for built in (INTERPRETED_WIDTHS if interpreting() else WIDTHS) if built >= width)
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor, scale: float, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Same contract as `reference.gated_delta_rule`; q and k are rounded to the dtype of v, which decides the products.
+
+    bfloat16 multiplies in bfloat16, float16 in tensor-float-32 (as precise, without its narrow range), float32 in
+    three tensor-float-32 products (about float32's own precision). Sums, decays and states are float32 throughout.
+    """
+    return subhead_delta_rule(q, k, v, log_decay, beta, scale, state, None)
+
+
+def subhead_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor,
+    scale: float,
+    state: Tensor,
+    weights: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Same contract as `ops.subheads.subhead_delta_rule`; neither repeated values nor subhead outputs are stored."""
+    keys, values = state.shape[2:]
+    more_keys, more_values = built_width(keys) - keys, built_width(values) - values
+    if more_keys or more_values:
+        q, k, v = F.pad(q, (0, more_keys)), F.pad(k, (0, more_keys)), F.pad(v, (0, more_values))
+        state = F.pad(state, (0, more_values, 0, more_keys))
+    out, final = cast(
+        tuple[Tensor, Tensor],
+        _DeltaRule.apply(
+            scale,
+            q.to(v.dtype).contiguous(),
+            k.to(v.dtype).contiguous(),
+            *complete(v, log_decay, beta, weights, state),
+        ),
+    )
+    if more_keys or more_values:
+        out, final = out[..., :values].contiguous(), final[:, :, :keys, :values].contiguous()
+    return out, final
+
+
+def complete(
+    v: Tensor, log_decay: Tensor | None, beta: Tensor, weights: Tensor | None, state: Tensor
+) -> tuple[Tensor, ...]:
+    """v, log decay, beta, weights and state as the kernels read them: none absent, in float32 all but v."""
+    value_heads = v.shape[2]
+    if weights is None:
+        weights = torch.ones(value_heads, beta.shape[2] // value_heads, device=v.device)
+    if log_decay is None:
+        log_decay = torch.zeros_like(beta, dtype=torch.float32)
+    gates = (log_decay.float(), beta.float(), weights.float(), state.float())
+    return tuple(x.contiguous() for x in (v, *gates))
+
+
+class _DeltaRule(torch.autograd.Function):
+    """Scale, q, k, v, log decay, beta, weights, state -> outputs, final state."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: float, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.scale = scale
+        ctx.save_for_backward(*inputs)
+        with on_device(inputs[0]):
+            return forward(scale, *inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors
+        with on_device(inputs[0]):
+            return (None, *backward(ctx.scale, inputs, *grads))
+
+
+def _plan(q: Tensor, v: Tensor, beta: Tensor, scale: float) -> _Plan:
+    rows, length, key_heads, key_width = q.shape
+    value_heads, value_width = v.shape[2:]
+    heads = beta.shape[2]
+    sizes = (rows, length, key_heads, heads, value_heads, heads // value_heads, key_width, value_width)
+    products = arithmetic(v.dtype)
+    narrow = "bf16 wide" if interpreting() else "bf16"
+    return _Plan(*sizes, mode=narrow if products.dtype == torch.bfloat16 else products.precision, scale=scale)
+
+
+def _processors(x: Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+
+
+def _invert(plan: _Plan, k: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """P ``[B, H, chunks * C, C]`` and the cumulative log decays ``[B, H, chunks * C]``."""
+    shape = (plan.rows, plan.heads, plan.chunks * SIZE)
+    cumulative = log_decay.new_empty(shape)
+    inverse = k.new_empty((*shape, SIZE), dtype=plan.kept)
+    invert_kernel[(plan.chunks, plan.rows * plan.heads)](
+        k, log_decay, beta, inverse, cumulative, plan.length, STRONGEST_DECAY[torch.float32],
+        **plan.heads_of, K=plan.key_width, BK=min(plan.key_width, 32), MODE=plan.mode,
+        num_warps=1 if plan.kept == torch.bfloat16 else 2,
+    )  # fmt: skip
+    return inverse, cumulative
+
+
+def _walk(
+    plan: _Plan, inputs: tuple[Tensor, ...], solved: tuple[Tensor, Tensor], read: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Partial sums of outputs ``[parts, B, T, Hv, V]`` and final states, or every chunk's state and U (see kernel)."""
+    q, k, v, _, beta, weights, state = inputs
+    inverse, cumulative = solved
+    parts = plan.parts(_processors(q)) if read else plan.subheads
+    out = final = states = corrections = state
+    if read:
+        out, final = state.new_empty((parts, *v.shape)), torch.empty_like(state)
+    else:
+        heads = (plan.rows, plan.heads)
+        states = k.new_empty((*heads, plan.chunks, plan.key_width, plan.value_width), dtype=plan.kept)
+        corrections = k.new_empty((*heads, plan.chunks * SIZE, plan.value_width), dtype=plan.kept)
+    walk_kernel[(plan.value_width // plan.value_block, plan.rows * plan.value_heads, parts)](
+        q, k, v, beta, weights, cumulative, inverse, state, out, final, states, corrections,
+        plan.scale, plan.length, plan.chunks, plan.rows,
+        PART=plan.subheads // parts, READ=read, **plan.walking(),
+    )  # fmt: skip
+    return out, final, states, corrections
+
+
+def forward(scale: float, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs ``[B, T, Hv, V]`` in the dtype of v and the final state, float32; inputs as `_DeltaRule`."""
+    q, k, v, log_decay, beta, _, _ = inputs
+    plan = _plan(q, v, beta, scale)
+    out, final, _, _ = _walk(plan, inputs, _invert(plan, k, log_decay, beta), read=True)
+    return (out[0] if len(out) == 1 else out.sum(0)).to(v.dtype), final
+
+
+def backward(scale: float, inputs: tuple[Tensor, ...], d_out: Tensor, d_final: Tensor) -> list[Tensor]:
+    """The gradients of q, k, v, log decay, beta, weights and state, a group of rows at a time."""
+    q, k, v, log_decay, beta, weights, state = inputs
+    plan = _plan(q, v, beta, scale)
+    gradients = [torch.empty_like(x) for x in (q, k, v, log_decay, beta, state)]
+    d_weights = torch.zeros_like(weights)
+    d_out, d_final = d_out.contiguous(), d_final.contiguous()
+    step = plan.group_rows(_processors(q))
+    for first in range(0, plan.rows, step):
+        rows = slice(first, first + step)
+        group = (q[rows], k[rows], v[rows], log_decay[rows], beta[rows], weights, state[rows])
+        d_weights += group_backward(scale, group, d_out[rows], d_final[rows], [x[rows] for x in gradients])
+    return [*gradients[:5], d_weights, gradients[5]]
+
+
+def rows_at_a_time(q: Tensor, v: Tensor, beta: Tensor) -> int:
+    """Rows of the batch for `group_backward` where q, k, what they are made of and their gradients are held as well.
+
+    q ``[B, T, H * E, K]`` is read for its shape alone.
+    """
+    return _plan(q, v, beta, 1.0).group_rows(_processors(v), more=6 * q[0].numel())
+
+
+def group_backward(
+    scale: float, inputs: tuple[Tensor, ...], d_out: Tensor, d_final: Tensor, into: list[Tensor]
+) -> Tensor:
+    """Write the gradients of q, k, v, log decay, beta and state of some rows to `into`; returns that of the weights."""
+    q, k, v, log_decay, beta, weights, _ = inputs
+    _, _, d_v, _, d_beta, d_state = into
+    plan = _plan(q, v, beta, scale)
+    solved = inverse, cumulative = _invert(plan, k, log_decay, beta)
+    _, _, states, corrections = _walk(plan, inputs, solved, read=False)
+    d_states, d_targets = torch.empty_like(states), torch.empty_like(corrections)
+    states_grid = (plan.value_width // plan.value_block, plan.rows * plan.heads)
+    walk_back_kernel[states_grid](
+        q, k, beta, weights, cumulative, inverse, d_out, d_final, d_state, d_states, d_targets,
+        plan.scale, plan.length, plan.chunks, **plan.walking(),
+    )  # fmt: skip
+    values_kernel[(triton.cdiv(plan.length, 32), plan.rows * plan.value_heads)](
+        v, beta, d_targets, d_v, d_beta, plan.length, plan.chunks,
+        **plan.heads_of, **plan.sharing, V=plan.value_width, ROWS=32, num_warps=4,
+    )  # fmt: skip
+    d_weights = _keys_backward(plan, inputs, (cumulative, d_out, states, corrections, d_states, d_targets), into)
+    # [Hkey, E, R] -> [Hkey, R, E]: the order of the state heads to that of the weights.
+    by_head = d_weights.unflatten(0, (-1, plan.subheads, plan.heads // plan.key_heads))
+    by_value_head: Tensor = by_head.transpose(1, 2).reshape(weights.shape)
+    return by_value_head
+
+
+def _keys_backward(plan: _Plan, inputs: tuple[Tensor, ...], walked: tuple[Tensor, ...], into: list[Tensor]) -> Tensor:
+    """The gradients of q, k and log decay, and the rest of beta's; returns those of the weights ``[H]``."""
+    q, k, _, log_decay, beta, weights, _ = inputs
+    d_q, d_k, _, d_log_decay, d_beta, _ = into
+    block = plan.key_tile
+    blocks = plan.key_width // block
+    # Value heads of one key head share its queries and keys: theirs add up afterwards, in float32.
+    shared = plan.heads // plan.key_heads
+    shape = (*q.shape[:2], plan.heads, plan.key_width)
+    d_queries, d_keys = (x if shared == 1 else beta.new_empty(shape) for x in (d_q, d_k))
+    sums = beta.new_empty((2, blocks, *beta.shape))
+    d_weights = beta.new_empty((blocks, plan.rows, plan.heads, plan.chunks))
+    keys_kernel[(blocks, plan.chunks, plan.rows * plan.heads)](
+        q, k, beta, weights, *walked, d_queries, d_keys, sums[0], sums[1], d_weights,
+        plan.scale, plan.length, plan.chunks,
+        **plan.heads_of, **plan.sharing, K=plan.key_width, V=plan.value_width, BK=block,
+        BV=plan.value_tile, MODE=plan.mode, num_warps=8 if block > 64 else 4, num_stages=1,
+    )  # fmt: skip
+    if shared > 1:
+        for total, parts in ((d_q, d_queries), (d_k, d_keys)):
+            total.copy_(parts.unflatten(2, (plan.key_heads, shared)).sum(3))
+    d_beta += sums[0].sum(0)
+    d_log_decay.copy_(sums[1].sum(0).masked_fill_(log_decay < STRONGEST_DECAY[torch.float32], 0.0))
+    return d_weights.sum((0, 1, 3))

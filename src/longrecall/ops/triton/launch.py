@@ -1,0 +1,104 @@
+"""What every kernel file shares: how operands are rounded, products under Triton's interpreter, block sizes.
+
+Kernels round the operands of a matrix product to one dtype and add up in float32. bfloat16 inputs stay bfloat16.
+float16 inputs are multiplied as tf32, which holds every float16 and has float32's range, so a large state cannot
+overflow. float32 inputs are multiplied as three products of tf32 each, or as one where torch is told that this is good
+enough (`torch.set_float32_matmul_precision`).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The dtype to which operands of products are rounded, and how tl.dot treats float32."""
+
+    dtype: torch.dtype
+    """torch.bfloat16 or torch.float32; also the dtype of states and scores that wait in memory for a product."""
+    precision: str
+    """`input_precision` of tl.dot: "ieee", "tf32" or "tf32x3"."""
+
+    def constants(self) -> dict[str, Any]:
+        """The constexpr arguments that `product` needs."""
+        dot = tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32
+        return {"DOT": dot, "UPCAST": interpreting(), "PRECISION": self.precision}
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's CPU interpreter; decided by TRITON_INTERPRET when they are defined."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def arithmetic(dtype: torch.dtype) -> Arithmetic:
+    """How to multiply inputs of this dtype (bfloat16, float16 or float32)."""
+    if dtype == torch.bfloat16:
+        return Arithmetic(torch.bfloat16, "ieee")
+    loose = dtype == torch.float16 or torch.get_float32_matmul_precision() != "highest"
+    return Arithmetic(torch.float32, "ieee" if interpreting() else "tf32" if loose else "tf32x3")
+
+
+def unsupported(*tensors: Tensor) -> str | None:
+    """Why no kernel can take these tensors, in words; None = device and dtypes are fine."""
+    for x in tensors:
+        if x.dtype not in DTYPES:
+            return f"only float32, float16 and bfloat16 are supported, not {str(x.dtype).removeprefix('torch.')}"
+        if x.device.type != "cuda" and not interpreting():
+            return f"the tensors must be on a CUDA device, not on {x.device.type}"
+    return None
+
+
+def block(size: int, largest: int) -> int:
+    """The block width for `size` channels: a power of two between 16, the least of tl.dot, and `largest`."""
+    return int(max(16, min(largest, triton.next_power_of_2(size))))
+
+
+def product_block(size: int, largest: int, dtype: torch.dtype) -> int:
+    """As `block`, for an operand of a product in `dtype`: on a GPU its rows have at least 128 bytes.
+
+    Triton 3.6 computes products of narrower tiles wrongly on Hopper. What is past `size` is masked.
+    """
+    least = 16 if interpreting() else 128 // dtype.itemsize
+    return max(least, block(size, largest))
+
+
+# Sizes that vary from call to call, or say nothing about alignment: a kernel is not compiled anew for their values.
+VARYING = ["B", "T", "N", "first", "chunks", "Hk", "Hv", "R", "P"]
+
+
+def kernel(function: Any) -> Any:
+    """triton.jit without compiling anew for other values of the sizes in `VARYING`."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return triton.jit(function, do_not_specialize=[name for name in VARYING if name in names])
+
+
+@triton.jit
+def product(a, b, total, DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
+    """total + a @ b, operands rounded to DOT; then upcast for the interpreter, which multiplies bfloat16 wrongly."""
+    a = a.to(DOT)
+    b = b.to(DOT)
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def suffix_sum(x):
+    """Sums of x from each row to the last, along axis 0."""
+    return tl.sum(x, 0, keep_dims=True) - tl.cumsum(x, 0) + x
+
+
+def on_device(x: Tensor) -> Any:
+    """Triton launches on the current device, which need not be the one of `x`: a context that makes it so."""
+    return torch.cuda.device(x.device if x.is_cuda else -1)

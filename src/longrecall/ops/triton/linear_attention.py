@@ -1,0 +1,379 @@
+r"""Chunked gated linear attention in Triton: one decay per channel, per head or none; grouped or merged heads.
+
+The mathematics is that of ops/chunked_linear.py (Yang et al. 2024, section 4; Dao and Gu 2024, section 6). Merged heads
+(StateX, equation 4, with a mixing matrix M) are ordinary attention with wide keys: value head h' reads the keys of all
+heads side by side with the queries :math:`M_{hh'} q_h`. So nothing is repeated for the value heads: the scores of a
+chunk are taken once per key head and mixed, and states are walked block by block.
+
+States between chunks wait in memory in the dtype of the products, which rounds nothing that a product would not round.
+They are made anew for the backward pass, a segment of the sequence at a time, so memory does not grow with T beyond
+the inputs, the scores and one state per segment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from longrecall.ops.chunked_linear import STRONGEST_DECAY
+from longrecall.ops.triton import linear_backward as backward_kernels
+from longrecall.ops.triton import linear_forward as forward_kernels
+from longrecall.ops.triton.launch import Arithmetic, arithmetic, block, product_block, unsupported
+
+CHUNK = 64
+SUB_BLOCK = 16
+# Of one buffer of states between chunks: several thousand programs per launch on today's GPUs, little of their memory.
+SEGMENT_BYTES = 2**30
+FLOOR = STRONGEST_DECAY[torch.float32]
+
+
+def declines(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, mixing: Tensor | None = None, **_: Any
+) -> str | None:
+    """Why these inputs cannot be served, in words; None = they can."""
+    reason = unsupported(q, k, v)
+    if reason:
+        return reason
+    width, values = q.shape[3], v.shape[3]
+    if width > 1024 or values > 1024:
+        return f"heads are at most 1024 wide; got keys of {width}, values of {values}"
+    return None
+
+
+def gated_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float, state: Tensor, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The contract of `reference.gated_linear_attention` for bfloat16, float16 and float32 on a GPU.
+
+    Products round their operands to the dtype of q (launch.py says how); states and decays are float32. The output has
+    the dtype of v. `chunk` is a power of two, 16 or more; None = `CHUNK`.
+    """
+    return _run(q, k, v, log_decay, None, scale, state, chunk)
+
+
+def merged_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    mixing: Tensor,
+    scale: float,
+    state: Tensor,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The contract of `reference.merged_linear_attention`; dtypes as in `gated_linear_attention`."""
+    return _run(q, k, v, log_decay, mixing, scale, state, chunk)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    mixing: Tensor | None,
+    scale: float,
+    state: Tensor,
+    chunk: int | None,
+) -> tuple[Tensor, Tensor]:
+    out, final = _LinearAttention.apply(q, k, v, log_decay, mixing, state, scale, chunk or CHUNK)
+    return out, final
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Sizes of a call and what its kernels are compiled for."""
+
+    batch: int
+    length: int
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    mode: int
+    """0 no decay, 1 per head, 2 per channel."""
+    merged: bool
+    chunk: int
+    numbers: Arithmetic
+    constants: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # One stage for float32: three products in flight at once would not fit, and take long to compile.
+        stages = 3 if self.numbers.dtype == torch.bfloat16 else 1
+        constants = {"C": self.chunk, "num_stages": stages, **self.numbers.constants()}
+        object.__setattr__(self, "constants", constants)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.length // self.chunk)
+
+    @property
+    def pairs(self) -> int:
+        """States: pairs of a key head and a value head."""
+        return self.value_heads * (self.key_heads if self.merged else 1)
+
+    @property
+    def decays(self) -> int:
+        """Numbers in the log decay of one token."""
+        if self.mode == 2:
+            return self.key_heads * self.key_width
+        return self.key_heads if self.merged else self.value_heads
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.pairs * self.key_width * self.value_width)
+
+    def segments(self) -> list[tuple[int, int]]:
+        """First chunk and number of chunks of each segment, so that its states fit into `SEGMENT_BYTES`."""
+        one = self.state_shape[0] * self.state_shape[1] * self.numbers.dtype.itemsize
+        step = max(1, SEGMENT_BYTES // one)
+        return [(first, min(step, self.chunks - first)) for first in range(0, self.chunks, step)]
+
+    def heads(self) -> tuple[int, ...]:
+        """Hk, Hv, R, P, K, V, W: the sizes that most kernels take, in their order."""
+        repeats = 1 if self.merged else self.value_heads // self.key_heads
+        widths = (self.key_width, self.value_width, self.decays)
+        return (self.key_heads, self.value_heads, repeats, self.pairs, *widths)
+
+    def state_constants(self, key_block: int, value_block: int) -> dict[str, Any]:
+        return {"MODE": self.mode, "MERGED": self.merged, "BK": key_block, "BV": value_block, **self.constants}
+
+
+def _plan(q: Tensor, v: Tensor, log_decay: Tensor | None, mixing: Tensor | None, chunk: int) -> _Plan:
+    mode = 0 if log_decay is None else log_decay.dim() - 2
+    batch, length, key_heads, width = q.shape
+    sizes = (batch, length, key_heads, v.shape[2], width, v.shape[3])
+    return _Plan(*sizes, mode=mode, merged=mixing is not None, chunk=chunk, numbers=arithmetic(q.dtype))
+
+
+class _LinearAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        mixing: Tensor | None,
+        state: Tensor,
+        scale: float,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v, state = (x.contiguous() for x in (q, k, v, state))
+        log_decay = None if log_decay is None else log_decay.contiguous()
+        mixing = None if mixing is None else mixing.float().contiguous()
+        plan = _plan(q, v, log_decay, mixing, chunk)
+        decays = _decays(plan, log_decay)
+        scores = _scores(plan, q, k, decays)
+        out, starts = torch.empty_like(v), [state]
+        for first, count in plan.segments():
+            states, final = _states(plan, k, v, decays, starts[-1], first, count)
+            _outputs(plan, q, v, decays, scores, mixing, states, out, scale, first, count)
+            starts.append(final)
+        final = starts.pop().view_as(state)
+        ctx.save_for_backward(q, k, v, log_decay, mixing, scores, *starts)
+        ctx.plan, ctx.scale = plan, scale
+        return out, final
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, log_decay, mixing, scores, *starts = ctx.saved_tensors
+        gradients = _backward(ctx.plan, ctx.scale, q, k, v, log_decay, mixing, scores, starts, d_out, d_final)
+        return (*gradients, None, None)
+
+
+def _key_block(plan: _Plan) -> int:
+    """Columns of a tile of keys."""
+    return product_block(plan.key_width, 64, plan.numbers.dtype)
+
+
+def _value_block(plan: _Plan, largest: int) -> int:
+    """Columns of a tile of values; float32 tiles are kept half as wide, for the sake of shared memory."""
+    dtype = plan.numbers.dtype
+    return product_block(plan.value_width, largest if dtype == torch.bfloat16 else 64, dtype)
+
+
+def _decays(plan: _Plan, log_decay: Tensor | None) -> Tensor | None:
+    """Cumulative log decays inside each chunk, float32 ``[B, N * C, W]``."""
+    if log_decay is None:
+        return None
+    decays = log_decay.new_empty(plan.batch, plan.chunks * plan.chunk, plan.decays, dtype=torch.float32)
+    width = block(plan.decays, 64)
+    grid = (plan.batch * plan.chunks, triton.cdiv(plan.decays, width))
+    sizes = (plan.length, plan.chunks, plan.decays, FLOOR)
+    forward_kernels.cumulative_kernel[grid](log_decay, decays, *sizes, C=plan.chunk, BW=width, num_warps=4)
+    return decays
+
+
+def _scores(plan: _Plan, q: Tensor, k: Tensor, decays: Tensor | None) -> Tensor:
+    """Causal scores inside each chunk, ``[B, N * C, Hk, C]``; without the decay where it is per head."""
+    shape = (plan.batch, plan.chunks * plan.chunk, plan.key_heads, plan.chunk)
+    scores = q.new_empty(shape, dtype=plan.numbers.dtype)
+    programs = plan.batch * plan.chunks * plan.key_heads
+    sizes = (plan.length, plan.chunks, plan.key_heads, plan.key_width)
+    constants = {"BK": _key_block(plan), **plan.constants}
+    if plan.mode == 2:
+        grid = (programs * (plan.chunk // SUB_BLOCK),)
+        forward_kernels.channel_scores_kernel[grid](
+            q, k, decays, scores, *sizes, SUB=SUB_BLOCK, **constants, num_warps=4
+        )
+    else:
+        forward_kernels.scores_kernel[(programs,)](q, k, scores, *sizes, **constants, num_warps=4)
+    return scores
+
+
+def _states(
+    plan: _Plan, k: Tensor, v: Tensor, decays: Tensor | None, start: Tensor, first: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """The states before each chunk of a segment and the float32 state after it."""
+    states = k.new_empty(plan.batch, count, plan.state_shape[1], dtype=plan.numbers.dtype)
+    final = k.new_empty(plan.state_shape, dtype=torch.float32)
+    keys, values = _key_block(plan), _value_block(plan, 128)
+    grid = (plan.batch * plan.pairs, triton.cdiv(plan.key_width, keys), triton.cdiv(plan.value_width, values))
+    forward_kernels.states_kernel[grid](
+        k, v, k if decays is None else decays, start, states, final,
+        plan.length, plan.chunks, first, count, *plan.heads(), **plan.state_constants(keys, values), num_warps=4,
+    )  # fmt: skip
+    return states, final
+
+
+def _outputs(
+    plan: _Plan,
+    q: Tensor,
+    v: Tensor,
+    decays: Tensor | None,
+    scores: Tensor,
+    mixing: Tensor | None,
+    states: Tensor,
+    out: Tensor,
+    scale: float,
+    first: int,
+    count: int,
+) -> None:
+    keys, values = _key_block(plan), _value_block(plan, 128)
+    grid = (plan.batch * count * plan.value_heads, triton.cdiv(plan.value_width, values))
+    forward_kernels.output_kernel[grid](
+        q, v, q if decays is None else decays, scores, q if mixing is None else mixing, states, out, scale,
+        plan.length, plan.chunks, first, count, *plan.heads(), **plan.state_constants(keys, values), num_warps=4,
+    )  # fmt: skip
+
+
+def _backward(
+    plan: _Plan,
+    scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    mixing: Tensor | None,
+    scores: Tensor,
+    starts: list[Tensor],
+    d_out: Tensor,
+    d_final: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, log_decay, mixing and the initial state."""
+    d_out, d_state = d_out.contiguous(), d_final.float().contiguous()
+    decays = _decays(plan, log_decay)
+    G, M = (q if x is None else x for x in (decays, mixing))
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    d_scores, d_decay, d_mixing = _score_gradients(plan, v, d_out, G, scores, M, scale)
+    inner = _inner_gradients(plan, q, k, G, d_scores)
+    parts = _Parts.empty(plan, q, log_decay)
+    for (first, count), start in zip(reversed(plan.segments()), reversed(starts), strict=True):
+        states, _ = _states(plan, k, v, decays, start, first, count)
+        gradients, before = torch.empty_like(states), torch.empty_like(d_state)
+        sizes = (plan.length, plan.chunks, first, count, *plan.heads())
+        keys, values = _key_block(plan), _value_block(plan, 128)
+        grid = (plan.batch * plan.pairs, triton.cdiv(plan.key_width, keys), triton.cdiv(plan.value_width, values))
+        backward_kernels.state_gradients_kernel[grid](
+            q, d_out, G, M, d_state, gradients, before, scale, *sizes, **plan.state_constants(keys, values), num_warps=4
+        )
+        d_state = before
+        value_grid = (plan.batch * count * plan.value_heads, triton.cdiv(plan.value_width, values))
+        backward_kernels.values_kernel[value_grid](
+            k, d_out, G, scores, M, gradients, dv, scale, *sizes, **plan.state_constants(keys, values), num_warps=4
+        )
+        values = _value_block(plan, 64)
+        key_grid = (plan.batch * count * plan.key_heads, triton.cdiv(plan.key_width, keys))
+        backward_kernels.keys_kernel[key_grid](
+            q, k, v, d_out, G if log_decay is None else log_decay, G, M, d_scores, states, gradients, *inner, dq, dk,
+            parts.decay, parts.mixing, scale, FLOOR, plan.batch, *sizes,
+            **plan.state_constants(keys, values), num_warps=8,
+        )  # fmt: skip
+    if mixing is not None:
+        d_mixing = d_mixing.sum((0, 1)) + parts.mixing.sum((0, 1, 2))
+    d_log_decay = parts.decay_gradient(plan, d_decay, log_decay)
+    return dq, dk, dv, d_log_decay, None if mixing is None else d_mixing, d_state.view(*starts[0].shape)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Gradients to which every block of key channels adds its share; blocks write side by side, in a fixed order."""
+
+    decay: Tensor
+    """``[blocks, B, N * C, P]`` for a decay per head; for one per channel the gradient itself; else unused."""
+    mixing: Tensor
+    """``[blocks, B, N, Hk, Hv]`` if merged, else unused."""
+
+    @staticmethod
+    def empty(plan: _Plan, q: Tensor, log_decay: Tensor | None) -> _Parts:
+        blocks = triton.cdiv(plan.key_width, _key_block(plan))
+        decay = mixing = q
+        if plan.mode == 1:
+            padded = plan.chunks * plan.chunk
+            decay = q.new_empty(blocks, plan.batch, padded, plan.pairs, dtype=torch.float32)
+        elif log_decay is not None:
+            decay = torch.empty_like(log_decay)
+        if plan.merged:
+            heads = (plan.key_heads, plan.value_heads)
+            mixing = q.new_empty(blocks, plan.batch, plan.chunks, *heads, dtype=torch.float32)
+        return _Parts(decay, mixing)
+
+    def decay_gradient(self, plan: _Plan, inner: Tensor, log_decay: Tensor | None) -> Tensor | None:
+        """Add up the shares; a decay that was taken as `FLOOR` gets none."""
+        if log_decay is None or plan.mode == 2:
+            return None if log_decay is None else self.decay
+        total = (self.decay.sum(0) + inner)[:, : plan.length]
+        if plan.merged:
+            total = total.unflatten(-1, (plan.key_heads, plan.value_heads)).sum(-1)
+        return torch.where(log_decay >= FLOOR, total, 0.0).to(log_decay.dtype)
+
+
+def _score_gradients(
+    plan: _Plan, v: Tensor, d_out: Tensor, decays: Tensor, scores: Tensor, mixing: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the scores, ``[B, N * C, Hk, C]``; the scores' share of dg ``[B, N * C, P]`` and of dM."""
+    d_scores = torch.empty_like(scores, dtype=torch.float32)
+    padded = plan.chunks * plan.chunk
+    d_decay = d_mixing = d_scores
+    if plan.mode == 1:
+        d_decay = d_scores.new_empty(plan.batch, padded, plan.pairs)
+    if plan.merged:
+        d_mixing = d_scores.new_empty(plan.batch, plan.chunks, plan.key_heads, plan.value_heads)
+    sizes = plan.heads()
+    constants = plan.state_constants(16, _value_block(plan, 64))
+    del constants["BK"]
+    backward_kernels.score_gradients_kernel[(plan.batch * plan.chunks * plan.key_heads,)](
+        v, d_out, decays, scores, mixing, d_scores, d_decay, d_mixing, scale,
+        plan.length, plan.chunks, *sizes[:4], *sizes[5:], **constants, num_warps=4,
+    )  # fmt: skip
+    return d_scores, d_decay, d_mixing
+
+
+def _inner_gradients(plan: _Plan, q: Tensor, k: Tensor, decays: Tensor, d_scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores' share of dq and dk for a decay per channel, float32 ``[B, N * C, Hk, K]``; else placeholders."""
+    if plan.mode != 2:
+        return q, k
+    shape = (plan.batch, plan.chunks * plan.chunk, plan.key_heads, plan.key_width)
+    dq, dk = q.new_empty(shape, dtype=torch.float32), k.new_empty(shape, dtype=torch.float32)
+    width = _key_block(plan)
+    grid = (plan.batch * plan.chunks * plan.key_heads * (plan.chunk // SUB_BLOCK), triton.cdiv(plan.key_width, width))
+    sizes = (plan.length, plan.chunks, plan.key_heads, plan.key_width)
+    backward_kernels.channel_gradients_kernel[grid](
+        q, k, decays, d_scores, dq, dk, *sizes, SUB=SUB_BLOCK, BK=width, **plan.constants, num_warps=4
+    )
+    return dq, dk

@@ -1,0 +1,219 @@
+"""Forward kernels of chunked gated linear attention; linear_attention.py says what they compute together.
+
+Shapes: q, k ``[B, T, Hk, K]``; v, o ``[B, T, Hv, V]``; cumulative decays G ``[B, N * C, W]`` in float32 with W = Hk * K
+(MODE 2, per channel) or the number of decaying heads (MODE 1), N chunks of C tokens; scores ``[B, N * C, Hk, C]``.
+A state pairs a key head with a value head: value head h with key head h // R, or (MERGED) every one with every other.
+Rows beyond T read as zeros, decays there as 0, so the last chunk needs no special case.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from longrecall.ops.triton.launch import kernel, product
+
+
+@triton.jit
+def pair_heads(p, Hv, R, MERGED: tl.constexpr):
+    """Key head, value head and decaying head of state p."""
+    if MERGED:
+        hk, hv, dh = p // Hv, p % Hv, p // Hv
+    else:
+        hk, hv, dh = p // R, p, p
+    return hk, hv, dh
+
+
+@triton.jit
+def state_offsets(hk, hv, kk, vv, K, V, Hv, MERGED: tl.constexpr):
+    """Where the tile (kk, vv) of a state lies in ``[Hv, K, V]``, or ``[Hk, K, Hv * V]`` if MERGED."""
+    if MERGED:
+        corner, row = (hk * K * Hv + hv) * V, Hv * V
+    else:
+        corner, row = hv * K * V, V
+    return corner + kk[:, None] * row + vv[None, :]
+
+
+@triton.jit
+def chunk_decay(G, hk, dh, at, kk, inside, K, W, C: tl.constexpr, MODE: tl.constexpr):
+    """Cumulative decay of the chunk at row `at`, and its total: ``[C, BK], [1, BK]``, or ``[C, 1], [1, 1]``."""
+    rows = at + tl.arange(0, C)
+    last = at + C - 1
+    if MODE == 2:
+        g = tl.load(G + rows[:, None] * W + hk * K + kk[None, :], mask=inside[None, :], other=0.0)
+        total = tl.load(G + last * W + hk * K + kk, mask=inside, other=0.0)[None, :]
+    else:
+        g = tl.load(G + rows * W + dh)[:, None]
+        total = tl.load(G + last * W + dh + tl.arange(0, 1))[None, :]
+    return g, total
+
+
+@kernel
+def cumulative_kernel(decay, G, T, N, W, floor, C: tl.constexpr, BW: tl.constexpr):
+    """G = sums of the log decays, none taken stronger than `floor`, from the start of each chunk."""
+    place = tl.program_id(0).to(tl.int64)
+    b, n = place // N, place % N
+    rows = n * C + tl.arange(0, C)
+    columns = tl.program_id(1) * BW + tl.arange(0, BW)
+    inside = (columns < W)[None, :]
+    there = inside & (rows < T)[:, None]
+    g = tl.load(decay + (b * T + rows[:, None]) * W + columns[None, :], mask=there, other=0.0).to(tl.float32)
+    g = tl.cumsum(tl.maximum(g, floor), 0)
+    tl.store(G + (b * N * C + rows[:, None]) * W + columns[None, :], g, mask=inside)
+
+
+@kernel
+def scores_kernel(
+    q, k, A, T, N, Hk, K, C: tl.constexpr, BK: tl.constexpr,
+    DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A = q k^T on and below the diagonal of every chunk, without decay."""
+    place = tl.program_id(0).to(tl.int64)
+    b, n, hk = place // (N * Hk), (place // Hk) % N, place % Hk
+    local = tl.arange(0, C)
+    rows = n * C + local
+    here = (rows < T)[:, None]
+    total = tl.zeros([C, C], tl.float32)
+    for start in range(0, K, BK):
+        kk = start + tl.arange(0, BK)
+        tile = ((b * T + rows[:, None]) * Hk + hk) * K + kk[None, :]
+        there = here & (kk < K)[None, :]
+        queries = tl.load(q + tile, mask=there, other=0.0)
+        keys = tl.load(k + tile, mask=there, other=0.0)
+        total = product(queries, tl.trans(keys), total, DOT, UPCAST, PRECISION)
+    total = tl.where(local[:, None] >= local[None, :], total, 0.0)
+    place_out = ((b * N * C + rows[:, None]) * Hk + hk) * C + local[None, :]
+    tl.store(A + place_out, total.to(A.dtype.element_ty))
+
+
+@kernel
+def channel_scores_kernel(
+    q, k, G, A, T, N, Hk, K, C: tl.constexpr, SUB: tl.constexpr, BK: tl.constexpr,
+    DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A_ij = sum_d q_id k_jd e^(G_id - G_jd), j <= i, for SUB rows i of a chunk.
+
+    Keys before the sub-block are measured from the decay just before it, so no exponent is positive; inside it the sum
+    is taken column by column.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    blocks = C // SUB
+    sub = place % blocks
+    place = place // blocks
+    b, n, hk = place // (N * Hk), (place // Hk) % N, place % Hk
+    chunk, first = n * C, n * C + sub * SUB
+    rows, columns, inner = first + tl.arange(0, SUB), tl.arange(0, C), tl.arange(0, SUB)
+    before = columns < sub * SUB
+    G += b * N * C * Hk * K
+    total = tl.zeros([SUB, C], tl.float32)
+    for start in range(0, K, BK):
+        kk = start + tl.arange(0, BK)
+        inside = kk < K
+        tile = ((b * T + rows[:, None]) * Hk + hk) * K + kk[None, :]
+        queries = tl.load(q + tile, mask=(rows < T)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        g = tl.load(G + (rows[:, None] * Hk + hk) * K + kk[None, :], mask=inside[None, :], other=0.0)
+        reference = tl.load(G + ((first - 1) * Hk + hk) * K + kk, mask=kk < tl.where(sub > 0, K, 0), other=0.0)
+        past = chunk + columns
+        there = (before & (past < T))[:, None] & inside[None, :]
+        keys = tl.load(k + ((b * T + past[:, None]) * Hk + hk) * K + kk[None, :], mask=there, other=0.0).to(tl.float32)
+        g_past = tl.load(G + (past[:, None] * Hk + hk) * K + kk[None, :], mask=there, other=0.0)
+        keys *= tl.exp(tl.where(there, reference[None, :] - g_past, 0.0))
+        decayed = queries * tl.exp(g - reference[None, :])
+        total = product(decayed, tl.trans(keys), total, DOT, UPCAST, PRECISION)
+        for j in range(SUB):
+            row = first + j
+            known = kk < tl.where(row < T, K, 0)
+            key = tl.load(k + ((b * T + row) * Hk + hk) * K + kk, mask=known, other=0.0).to(tl.float32)
+            g_row = tl.load(G + (row * Hk + hk) * K + kk, mask=inside, other=0.0)
+            weight = tl.exp(tl.minimum(g - g_row[None, :], 0.0))
+            score = tl.sum(queries * weight * key[None, :], 1)
+            score = tl.where(inner >= j, score, 0.0)
+            total += tl.where(columns[None, :] == sub * SUB + j, score[:, None], 0.0)
+    place_out = ((b * N * C + rows[:, None]) * Hk + hk) * C + columns[None, :]
+    tl.store(A + place_out, total.to(A.dtype.element_ty))
+
+
+@kernel
+def states_kernel(
+    k, v, G, start, states, final, T, N, first, chunks, Hk, Hv, R, P, K, V, W,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr, MERGED: tl.constexpr,
+    DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state before each of `chunks` chunks from chunk `first` on, and after the last; S stays in registers."""
+    place = tl.program_id(0).to(tl.int64)
+    b = place // P
+    hk, hv, dh = pair_heads(place % P, Hv, R, MERGED)
+    kk = tl.program_id(1) * BK + tl.arange(0, BK)
+    vv = tl.program_id(2) * BV + tl.arange(0, BV)
+    tile = state_offsets(hk, hv, kk, vv, K, V, Hv, MERGED)
+    inside = (kk < K)[:, None] & (vv < V)[None, :]
+    size = P * K * V
+    S = tl.load(start + b * size + tile, mask=inside, other=0.0)
+    for i in range(chunks):
+        tl.store(states + (b * chunks + i) * size + tile, S.to(states.dtype.element_ty), mask=inside)
+        at = (first + i) * C
+        rows = at + tl.arange(0, C)
+        here = (rows < T)[:, None]
+        there = here & (kk < K)[None, :]
+        keys = tl.load(k + ((b * T + rows[:, None]) * Hk + hk) * K + kk[None, :], mask=there, other=0.0)
+        there = here & (vv < V)[None, :]
+        values = tl.load(v + ((b * T + rows[:, None]) * Hv + hv) * V + vv[None, :], mask=there, other=0.0)
+        if MODE > 0:
+            g, total = chunk_decay(G + b * N * C * W, hk, dh, at, kk, kk < K, K, W, C, MODE)
+            S *= tl.trans(tl.exp(total))
+            keys = keys.to(tl.float32) * tl.exp(total - g)
+        S = product(tl.trans(keys), values, S, DOT, UPCAST, PRECISION)
+    tl.store(final + b * size + tile, S, mask=inside)
+
+
+@triton.jit
+def mixed_scores(A, M, G, b, hk, hv, dh, at, N, Hk, Hv, W, C: tl.constexpr, MODE: tl.constexpr, MERGED: tl.constexpr):
+    """What key head hk adds to the scores of value head hv: ``[C, C]``, zero above the diagonal."""
+    local = tl.arange(0, C)
+    rows = b * N * C + at + local
+    scores = tl.load(A + (rows[:, None] * Hk + hk) * C + local[None, :]).to(tl.float32)
+    if MODE == 1:
+        g = tl.load(G + rows * W + dh)
+        scores *= tl.exp(tl.minimum(g[:, None] - g[None, :], 0.0))
+    if MERGED:
+        scores *= tl.load(M + hk * Hv + hv)
+    return scores
+
+
+@kernel
+def output_kernel(
+    q, v, G, A, M, states, o, scale, T, N, first, chunks, Hk, Hv, R, P, K, V, W,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr, MERGED: tl.constexpr,
+    DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """o = scale * (sum over key heads of M (q e^G) S + tril(scores) v) for one chunk of a value head."""
+    place = tl.program_id(0).to(tl.int64)
+    b, i, hv = place // (chunks * Hv), (place // Hv) % chunks, place % Hv
+    at = (first + i) * C
+    rows = at + tl.arange(0, C)
+    vv = tl.program_id(1) * BV + tl.arange(0, BV)
+    states += (b * chunks + i) * P * K * V
+    total = tl.zeros([C, BV], tl.float32)
+    scores = tl.zeros([C, C], tl.float32)
+    low = 0 if MERGED else hv // R
+    high = Hk if MERGED else hv // R + 1
+    for hk in range(low, high):
+        dh = hk if MERGED else hv
+        scores += mixed_scores(A, M, G, b, hk, hv, dh, at, N, Hk, Hv, W, C, MODE, MERGED)
+        for start in range(0, K, BK):
+            kk = start + tl.arange(0, BK)
+            there = (rows < T)[:, None] & (kk < K)[None, :]
+            x = tl.load(q + ((b * T + rows[:, None]) * Hk + hk) * K + kk[None, :], mask=there, other=0.0)
+            if MODE > 0:
+                g, _ = chunk_decay(G + b * N * C * W, hk, dh, at, kk, kk < K, K, W, C, MODE)
+                x = x.to(tl.float32) * tl.exp(g)
+            if MERGED:
+                x = x.to(tl.float32) * tl.load(M + hk * Hv + hv)
+            tile = state_offsets(hk, hv, kk, vv, K, V, Hv, MERGED)
+            S = tl.load(states + tile, mask=(kk < K)[:, None] & (vv < V)[None, :], other=0.0)
+            total = product(x, S, total, DOT, UPCAST, PRECISION)
+    tile = ((b * T + rows[:, None]) * Hv + hv) * V + vv[None, :]
+    there = (rows < T)[:, None] & (vv < V)[None, :]
+    values = tl.load(v + tile, mask=there, other=0.0)
+    total = product(scores, values, total, DOT, UPCAST, PRECISION)
+    tl.store(o + tile, (scale * total).to(o.dtype.element_ty), mask=there)

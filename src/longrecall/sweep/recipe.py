@@ -1,0 +1,299 @@
+"""A sweep as data: one YAML file that says which models are trained on which tasks, checked whole before it starts."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from longrecall.errors import UserError
+from longrecall.sweep.mixers import CYCLE
+from longrecall.training.recipe import OptimizerRecipe
+from longrecall.training.recipe_sources import one_of, positive
+from longrecall.training.strict_yaml import apply_override, build, read_yaml
+
+METRICS = ("accuracy", "whole_accuracy", "macro_accuracy")
+TRAIN = "train"
+"""A setting of a cell that is none of the task's: how many training examples there are."""
+
+Settings = dict[str, Any]
+
+
+def _mapping(value: Any) -> Settings:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise UserError(f"must be a mapping of names to values, got {value!r}")
+    return dict(value)
+
+
+def _lists(value: Any) -> dict[str, list[Any]]:
+    found = _mapping(value)
+    for key, items in found.items():
+        if not isinstance(items, list) or not items:
+            raise UserError(f"{key} must be a list of values, got {items!r}")
+    return found
+
+
+def _whole_numbers(value: Any) -> tuple[int, ...]:
+    values = value if isinstance(value, list | tuple) else [value]
+    if not values or any(isinstance(item, bool) or not isinstance(item, int) or item < 1 for item in values):
+        raise UserError(f"must be a whole number of at least 1, or a list of them, got {value!r}")
+    return tuple(values)
+
+
+def _rates(value: Any) -> tuple[float, ...]:
+    """A list of rates, or ``{logspace: [low, high, count]}``: powers of ten with evenly spaced exponents."""
+    if isinstance(value, Mapping):
+        low, high, count = build(tuple[float, float, int], value.get("logspace", ()), "logspace")
+        if list(value) != ["logspace"] or count < 2:
+            raise UserError(f"write {{logspace: [low, high, count]}} with a count of at least 2, got {dict(value)}")
+        return tuple(10 ** (low + (high - low) * index / (count - 1)) for index in range(count))
+    rates: tuple[float, ...] = build(tuple[float, ...], value, "rates")
+    if not rates or not all(0 < rate < math.inf for rate in rates):
+        raise UserError(f"must be a list of rates above 0, got {value!r}")
+    return rates
+
+
+def _batch_size(value: Any) -> int | dict[int, int]:
+    """A number, or sequence length -> number."""
+    if not isinstance(value, Mapping):
+        return _whole_numbers(value)[0] if not isinstance(value, list) else _batch_size(None)
+    pairs = {_whole_numbers(key)[0]: _whole_numbers(size)[0] for key, size in value.items()}
+    if not pairs:
+        raise UserError("is an empty mapping; write {length: sequences, ...} or a number")
+    return dict(sorted(pairs.items()))
+
+
+def _mixers(value: Any) -> tuple[str | Settings, ...]:
+    if not isinstance(value, list) or not value:
+        raise UserError(f"must be a list of mixers, names or descriptions, got {value!r}")
+    for item in value:
+        if isinstance(item, Mapping) and CYCLE in item and set(item) <= {CYCLE, "label"}:
+            _mixers(item[CYCLE])
+        elif not isinstance(item, str) and not (isinstance(item, Mapping) and isinstance(item.get("type"), str)):
+            raise UserError(f'a mixer is a name, a mapping with a "type" or {{cycle: [mixers]}}, got {item!r}')
+    return tuple(item if isinstance(item, str) else dict(item) for item in value)
+
+
+def _retrievals(value: Any) -> tuple[Settings | None, ...]:
+    values = value if isinstance(value, list) else [value]
+    for item in values:
+        if item is not None and not (isinstance(item, Mapping) and "layer" in item):
+            raise UserError(f"an entry is null, or a mapping such as {{layer: 0, chunk: 2, top_k: 1}}, got {item!r}")
+        if item is not None:
+            _layers_of(item)
+    if not values:
+        raise UserError("is an empty list; write null for models without retrieval")
+    return tuple(None if item is None else dict(item) for item in values)
+
+
+def _layers_of(retrieval: Mapping[str, Any]) -> tuple[int, ...]:
+    layers = retrieval["layer"] if isinstance(retrieval["layer"], list) else [retrieval["layer"]]
+    if not layers or any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in layers):
+        raise UserError(f"layer must be a layer's index from 0, or a list of them, got {retrieval['layer']!r}")
+    return tuple(layers)
+
+
+@dataclass(frozen=True)
+class TaskRecipe:
+    """A task and the cells of its settings; ``train`` among them is the number of training examples."""
+
+    name: str
+    settings: Annotated[Settings, _mapping] = field(default_factory=dict)
+    """What all cells share, and the baseline of `vary`."""
+    cells: tuple[Annotated[Settings, _mapping], ...] = ()
+    """Cells one by one."""
+    grid: Annotated[dict[str, list[Any]], _lists] = field(default_factory=dict)
+    """Every combination of these values."""
+    vary: Annotated[dict[str, list[Any]], _lists] = field(default_factory=dict)
+    """One setting at a time, the others at the baseline, which is a cell too."""
+
+    def __post_init__(self) -> None:
+        if sum(map(bool, (self.cells, self.grid, self.vary))) > 1:
+            raise UserError(f'"{self.name}" has more than one of cells, grid and vary; give one of them')
+
+    def all_cells(self) -> tuple[Settings, ...]:
+        """Return the settings of every cell, `settings` included."""
+        if self.cells:
+            return tuple({**self.settings, **cell} for cell in self.cells)
+        if self.grid:
+            combinations = itertools.product(*self.grid.values())
+            return tuple({**self.settings, **dict(zip(self.grid, values, strict=True))} for values in combinations)
+        varied = [{**self.settings, key: value} for key, values in self.vary.items() for value in values]
+        return (dict(self.settings), *varied)
+
+
+@dataclass(frozen=True)
+class DataRecipe:
+    """The examples, the same for every model."""
+
+    train: int = 20000
+    """Training examples of a cell."""
+    test: int = 1000
+    """Test examples of a cell."""
+    seed: int = 0
+    """Of the examples."""
+
+    def __post_init__(self) -> None:
+        positive(self, "train", "test")
+        if self.seed < 0:
+            raise UserError(f"seed must be 0 or more, got {self.seed}")
+
+
+@dataclass(frozen=True)
+class ModelsRecipe:
+    """The models: every mixer at every width and depth, with every kind of retrieval."""
+
+    mixers: Annotated[tuple[str | Settings, ...], _mixers]
+    """Names (sizes of sweep/mixers.py) or descriptions, whose sizes may be relative (``width/2``); {cycle: [A, B]}
+    alternates from layer to layer."""
+    hidden_sizes: Annotated[tuple[int, ...], _whole_numbers] = (64,)
+    """Widths of the residual stream."""
+    layers: Annotated[tuple[int, ...], _whole_numbers] = (2,)
+    """Depths."""
+    retrieval: Annotated[tuple[Settings | None, ...], _retrievals] = (None,)
+    """null, or {layer: index or indices, ...options of the mixer type "retrieval"}."""
+    mlp: str | int = 0
+    """Inner width of a SwiGLU MLP behind every mixer, a number or like 3*width; 0 = none."""
+    tie_embeddings: bool = True
+    """The output head is the embedding."""
+
+
+@dataclass(frozen=True)
+class TrainingRecipe:
+    """How each model is trained; the lists multiply the runs."""
+
+    epochs: int
+    """Passes over the training examples at most."""
+    learning_rates: Annotated[tuple[float, ...], _rates]
+    """Peaks of AdamW: a list, or {logspace: [-4, -2, 4]}."""
+    weight_decays: tuple[float, ...] = (0.1,)
+    seeds: tuple[int, ...] = (0,)
+    """Of a model's first weights, of the order of examples and of dropout."""
+    batch_size: Annotated[int | dict[int, int], _batch_size] = 128
+    """Sequences of a step; or {length: sequences}: the entry of the smallest length that is not below the task's."""
+    shuffle: bool = True
+    """A new order in every epoch."""
+    stop_at: float | None = None
+    """Stop once `metric` on the test examples is at least this; null = train to the end."""
+    metric: str = "accuracy"
+    """Of the test examples: accuracy (of labels), whole_accuracy (of examples) or macro_accuracy (mean over tokens)."""
+    evaluate_every: int = 0
+    """Steps between evaluations; 0 = once an epoch. The last step is always followed by one."""
+    schedule: str = "cosine"
+    """From the peak to zero: cosine or linear; or constant."""
+    schedule_unit: str = "step"
+    """step, or epoch: the rate stays the same within an epoch."""
+    warmup: float = 0.0
+    """Linear warm-up: below 1 a share of the steps, else a number of steps."""
+    dropout: float = 0.0
+    """Of the token embeddings, in training."""
+    clip: float = 0.0
+    """Largest gradient norm; 0 = no clipping."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    decayed: str = "all"
+    """What weight decay acts on: all parameters, or matrices (as `longrecall train` has it)."""
+    precision: str = "fp32"
+    """fp32, or bf16 autocast over float32 weights."""
+
+    def __post_init__(self) -> None:
+        positive(self, "epochs")
+        one_of("metric", self.metric, METRICS)
+        one_of("schedule_unit", self.schedule_unit, ("step", "epoch"))
+        one_of("precision", self.precision, ("fp32", "bf16"))
+        one_of("decayed", self.decayed, ("all", "matrices"))
+        for name in ("weight_decays", "seeds"):
+            values = getattr(self, name)
+            if not values or not all(0 <= value < 2**32 for value in values):
+                raise UserError(f"{name} must be a list of numbers of at least 0, got {list(values)}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise UserError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+        if self.stop_at is not None and not 0.0 < self.stop_at <= 1.0:
+            raise UserError(f"stop_at must be above 0 and at most 1, got {self.stop_at}")
+        if self.evaluate_every < 0:
+            raise UserError(f"evaluate_every must be 0 or more, got {self.evaluate_every}")
+        self.optimizer(self.learning_rates[0], self.weight_decays[0])
+
+    def optimizer(self, learning_rate: float, weight_decay: float) -> OptimizerRecipe:
+        """Return the optimizer of one run; UserError when a value cannot be."""
+        return OptimizerRecipe(
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            betas=self.betas,
+            clip=self.clip,
+            warmup=self.warmup,
+            schedule=self.schedule,
+        )
+
+    def batch_size_at(self, length: int) -> int:
+        """Return the sequences of a step at this sequence length."""
+        if isinstance(self.batch_size, int):
+            return self.batch_size
+        for longest, size in self.batch_size.items():
+            if length <= longest:
+                return size
+        raise UserError(f"training.batch_size has no entry for a length of {length}; its longest is {longest}")
+
+
+@dataclass(frozen=True)
+class RunRecipe:
+    """Where to and with what; nothing here changes a number."""
+
+    output: str
+    """The result file."""
+    parallel: int = 1
+    """Models that train at once: on one GPU each on a stream, on CPUs each in a process."""
+    budget: float | None = None
+    """Seconds after which the sweep stops; runs that have not ended are left to --resume."""
+    device: str = "auto"
+    """auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
+
+    def __post_init__(self) -> None:
+        positive(self, "parallel", *(["budget"] if self.budget is not None else []))
+        if not Path(self.output.strip()).name:
+            raise UserError(f'output "{self.output}" names no file; write something like runs/sweep.json')
+
+
+@dataclass(frozen=True)
+class SweepRecipe:
+    """Everything that decides a sweep."""
+
+    tasks: tuple[TaskRecipe, ...]
+    models: ModelsRecipe
+    training: TrainingRecipe
+    run: RunRecipe
+    data: DataRecipe = field(default_factory=DataRecipe)
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise UserError("tasks is empty; name at least one")
+        for retrieval in self.models.retrieval:
+            if retrieval is not None and max(_layers_of(retrieval)) >= max(self.models.layers):
+                raise UserError(f"models.retrieval: there is no layer {retrieval['layer']}; the first is 0")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], overrides: Sequence[str] = ()) -> SweepRecipe:
+        """Checked construction from plain data with ``a.b=value`` overrides on top; `data` is not changed."""
+        plain = copy.deepcopy(dict(data))
+        for override in overrides:
+            apply_override(plain, override)
+        recipe: SweepRecipe = build(cls, plain)
+        return recipe
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> SweepRecipe:
+        """Read a YAML recipe; UserError with the dotted path of what is wrong."""
+        return cls.from_dict(read_yaml(path), overrides)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, every default written out."""
+        return dataclasses.asdict(self)
+
+
+def retrieval_layers(retrieval: Mapping[str, Any] | None) -> tuple[int, ...]:
+    """Return the indices of the layers that an entry of ``models.retrieval`` wraps."""
+    return () if retrieval is None else _layers_of(retrieval)

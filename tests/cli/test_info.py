@@ -1,0 +1,53 @@
+"""`longrecall info --backends`, and what the verb says when it has nothing to show."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from longrecall.cli.main import main
+from longrecall.ops import BACKENDS
+from longrecall.ops.triton import backend as triton
+
+
+def test_backends_are_listed_with_their_reasons(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(triton, "_installed", lambda: True)
+    assert main(["info", "--backends", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == list(BACKENDS)
+    assert rows["chunked"]["usable"] and rows["chunked"]["reason"] is None
+    assert not rows["triton"]["usable"] and rows["triton"]["reason"] == "there is no CUDA device"
+    assert rows["triton"]["ops"] == [
+        "gated_delta_rule",
+        "gated_linear_attention",
+        "merged_linear_attention",
+        "selective_scan",
+    ]
+    monkeypatch.setattr(triton, "_installed", lambda: False)
+    assert main(["info", "--backends"]) == 0
+    assert 'not usable: Triton is not installed; pip install "longrecall[gpu]"' in capsys.readouterr().out
+
+
+def test_old_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(triton, "_installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert triton.unavailable() == "the GPU has compute capability 7.5; 8.0 or later is needed"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert triton.unavailable() is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "name a checkpoint (CKPT), or ask for --backends"), (["--backends", "here/"], "leave one of the two away")],
+)
+def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,218 @@
+"""The decoding step that owns its buffers, and the loop around it, against the model's own forward pass."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrecall.errors import UserError
+from longrecall.layers.decoding import fused_step
+from longrecall.models import decoding
+from longrecall.models.config import RecurrentConfig
+from longrecall.models.decoding import DecodingStep, decode, why_no_graph
+from longrecall.models.prefill import SEGMENT, CapturedSegment, read_prompt, why_no_segments
+from longrecall.models.recurrent_lm import RecurrentLM
+from tests.conftest import MIXERS
+
+FIXED = [
+    name
+    for name, mixer in MIXERS.items()
+    if decoding.why_not_fixed(RecurrentLM(RecurrentConfig(vocab_size=8, hidden_size=32, layers=[{"mixer": mixer}])))
+    is None
+]
+
+
+def model_of(mixer: dict[str, Any], seed: int = 0) -> RecurrentLM:
+    torch.manual_seed(seed)
+    config = RecurrentConfig(vocab_size=40, hidden_size=32, layers=[{"mixer": mixer, "mlp_size": 24}, {"mixer": mixer}])
+    model = RecurrentLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+KERNELS = [name for name in FIXED if fused_step(model_of(MIXERS[name]).model.layers[0].mixer)]  # type: ignore
+CASES = [(name, 3, False) for name in FIXED] + [(name, batch, True) for name in KERNELS for batch in (1, 5)]
+
+
+@pytest.mark.parametrize(("name", "batch", "fused"), CASES)
+@torch.no_grad()
+def test_steps_equal_forward_passes(name: str, batch: int, fused: bool) -> None:
+    """Fused steps run in Triton's interpreter here: batch 1 with the products in kernels, batch 5 without."""
+    model = model_of(MIXERS[name])
+    generator = torch.Generator().manual_seed(1)
+    state = model(torch.randint(0, 40, (batch, 7), generator=generator)).past_key_values
+    step = DecodingStep(model, batch, fused=fused)
+    step.load(state)
+    for _ in range(2):
+        ids = torch.randint(0, 40, (batch,), generator=generator)
+        out = model(ids[:, None], past_key_values=state)
+        state = out.past_key_values
+        step.ids.copy_(ids)
+        # float32 sums in another order, through two layers.
+        torch.testing.assert_close(step(), out.logits[:, -1], rtol=1e-4, atol=1e-5)
+    kept = step.export()
+    assert kept.length == state.length and torch.equal(kept.position, state.position)
+    for found, expected in zip(kept.layers, state.layers, strict=True):
+        assert found.keys() == expected.keys()
+        for key in found:
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_loaded_state_is_copied_and_an_export_is_a_value() -> None:
+    model = model_of(MIXERS["gla_conv"])
+    state = model(torch.arange(6)[None]).past_key_values
+    before = copy.deepcopy(state)
+    step = DecodingStep(model, 1)
+    step.load(state)
+    first = step.export()
+    kept = copy.deepcopy(first)
+    step()
+    for a, b in ((state, before), (first, kept)):
+        assert all(torch.equal(x[key], y[key]) for x, y in zip(a.layers, b.layers, strict=True) for key in x)
+
+
+def test_a_model_with_a_growing_cache_says_why_it_cannot() -> None:
+    model = model_of(MIXERS["attention"])
+    assert "layer 0 (attention)" in str(decoding.why_not_fixed(model))
+    assert "cpu" in str(why_no_graph(model_of(MIXERS["gla"])))
+    model.decoding.graphs = False
+    assert "is off" in str(why_no_graph(model))
+
+
+def test_a_state_type_that_cannot_be() -> None:
+    model = model_of(MIXERS["gla"])
+    model.decoding.state_dtype = torch.float16
+    with pytest.raises(UserError, match="float16"):
+        model.decoding.check()
+
+
+@pytest.fixture
+def stepwise(monkeypatch: pytest.MonkeyPatch) -> list[DecodingStep]:
+    """generate() through the step, without a GPU: the step runs eagerly."""
+    made: list[DecodingStep] = []
+
+    def eager(model: RecurrentLM, batch: int) -> DecodingStep:
+        made.append(DecodingStep(model, batch, model.decoding.state_dtype))
+        return made[-1]
+
+    monkeypatch.setattr(decoding, "captured_step", eager)
+    monkeypatch.setattr(decoding, "why_no_graph", decoding.why_not_fixed)
+    return made
+
+
+PROMPTS = [[5, 6, 7, 8, 9], [0, 0, 3, 1, 2]]
+MASK = [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]
+
+
+def generate(model: RecurrentLM, **options: Any) -> Tensor:
+    torch.manual_seed(3)
+    settings: dict[str, Any] = {"max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": None} | options
+    return model.generate(torch.tensor(PROMPTS), attention_mask=torch.tensor(MASK), **settings)  # type: ignore
+
+
+@pytest.mark.parametrize("name", ["gla_conv", "gated_delta_net", "mamba2"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"eos_token_id": [3, 17, 21, 30]},
+        {"eos_token_id": list(range(20)), "repetition_penalty": 1.3},
+        {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 0},
+        {"do_sample": True, "num_return_sequences": 3, "eos_token_id": [3, 17, 21]},
+    ],
+)
+def test_generate_gives_the_same_tokens(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    model = model_of(MIXERS[name])
+    expected = generate(model, **options)
+    made = request.getfixturevalue("stepwise")
+    assert torch.equal(generate(model, **options), expected)
+    assert len(made) == 1
+
+
+def test_what_the_loop_does_not_do_goes_to_transformers(stepwise: list[DecodingStep]) -> None:
+    model = model_of(MIXERS["gla"])
+    generate(model, num_beams=2)
+    generate(model, return_dict_in_generate=True)
+    generate(model, use_cache=False, max_new_tokens=3)
+    generate(model_of(MIXERS["attention"]))
+    assert stepwise == []
+
+
+def test_streaming_shows_every_token_once(stepwise: list[DecodingStep]) -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.seen: list[list[int]] = []
+            self.ended = False
+
+        def put(self, value: Tensor) -> None:
+            self.seen.append(value.flatten().tolist())
+
+        def end(self) -> None:
+            self.ended = True
+
+    model = model_of(MIXERS["gla"])
+    streamer = Streamer()
+    torch.manual_seed(0)
+    written = model.generate(torch.tensor([[4, 5]]), max_new_tokens=6, eos_token_id=None, streamer=streamer)  # type: ignore
+    assert [token for part in streamer.seen for token in part] == written[0].tolist()
+    assert streamer.ended and len(stepwise) == 1
+
+
+def test_rows_end_on_their_own() -> None:
+    """Tokens follow a script; what is written after the last end is cut off, earlier rows are filled up."""
+    script = torch.tensor([[1, 9, 7, 7, 7, 7], [2, 3, 4, 9, 7, 7]])
+
+    class Scripted:
+        ids = torch.zeros(2, dtype=torch.long)
+
+        def __call__(self) -> Tensor:
+            return torch.zeros(2, 10)
+
+    def sample(ids: Tensor, logits: Tensor) -> Tensor:
+        return script[:, ids.shape[1] - 1]
+
+    start = torch.tensor([[5], [6]])
+    found = decode(Scripted(), start, torch.zeros(2, 10), sample, most=7, end=torch.tensor([9]), pad=0)  # type: ignore
+    assert found.tolist() == [[5, 1, 9, 0, 0], [6, 2, 3, 4, 9]]
+    unlimited = decode(Scripted(), start, torch.zeros(2, 10), sample, most=7, end=None, pad=0)  # type: ignore
+    assert unlimited[:, 1:].tolist() == script.tolist()
+
+
+@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("length", [6, 13, 20])
+@torch.no_grad()
+def test_a_prompt_in_segments_equals_one_pass(name: str, length: int) -> None:
+    model = model_of(MIXERS[name])
+    ids = torch.randint(0, 40, (2, length), generator=torch.Generator().manual_seed(2))
+    before = model(ids[:, :3]).past_key_values
+    whole = model(ids, past_key_values=before)
+    logits, state = read_prompt(model, CapturedSegment(model, 2, length=6), ids, before)
+    # float32 sums in another order, through two layers.
+    torch.testing.assert_close(logits, whole.logits[:, -1], rtol=1e-4, atol=1e-5)
+    assert state.length == 3 + length and state.position.tolist() == [3 + length] * 2
+    for found, expected in zip(state.layers, whole.past_key_values.layers, strict=True):
+        for key in expected:
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5)
+
+
+def test_which_prompts_are_read_in_segments() -> None:
+    long = torch.zeros(1, SEGMENT, dtype=torch.long)
+    assert why_no_segments(long, None) is None and why_no_segments(long, torch.ones_like(long)) is None
+    assert "shorter" in str(why_no_segments(long[:, 1:], None))
+    assert "rows" in str(why_no_segments(long.expand(5, -1), None))
+    assert "padded" in str(why_no_segments(long, torch.tensor([[0] + [1] * (SEGMENT - 1)])))
+
+
+def test_a_copy_of_a_model_starts_without_captured_steps() -> None:
+    model = model_of(MIXERS["gla"])
+    model.captured_steps[(1, None)] = object()
+    assert copy.deepcopy(model).captured_steps == {}

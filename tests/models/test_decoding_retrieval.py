@@ -1,0 +1,130 @@
+"""The decoding step of models with retrieval: a context with room, against the model's own forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from longrecall.models import decoding
+from longrecall.models.config import RecurrentConfig
+from longrecall.models.decoding import DecodingStep, why_no_step, why_not_fixed
+from longrecall.models.recurrent_lm import RecurrentLM
+from tests.conftest import MIXERS
+
+CHUNK = MIXERS["retrieval"]["chunk"]
+
+
+def model_of(base: str, **changes: Any) -> RecurrentLM:
+    torch.manual_seed(0)
+    mixers = [MIXERS["retrieval"] | {"base": MIXERS[base]} | changes, MIXERS["gla"]]
+    layers = [{"mixer": mixer, "mlp_size": 24} for mixer in mixers]
+    model = RecurrentLM(RecurrentConfig(vocab_size=40, hidden_size=32, layers=layers)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def prompts(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of different lengths, padded on the left."""
+    g = torch.Generator().manual_seed(4)
+    mask = (torch.arange(length) >= torch.arange(rows)[:, None] % length).long()
+    return torch.randint(0, 40, (rows, length), generator=g), mask
+
+
+@pytest.mark.parametrize(
+    ("base", "rows", "fused", "selector", "blend"),
+    [
+        ("gla_conv", 3, False, "weighted", "input"),
+        ("rwkv5", 2, False, "hard", "learned"),
+        ("mamba2", 1, True, "weighted", "input"),
+        ("rwkv5", 1, True, "hard", "learned"),
+        ("gla", 5, True, "weighted", "fixed"),
+    ],
+)
+@torch.no_grad()
+def test_steps_equal_forward_passes(base: str, rows: int, fused: bool, selector: str, blend: str) -> None:
+    """From before the first chunk's end until past the second's; fused steps run in Triton's interpreter here."""
+    model = model_of(base, selector=selector, blend=blend)
+    ids, mask = prompts(rows, CHUNK - 2)
+    state = model(ids, attention_mask=mask).past_key_values
+    step = DecodingStep(model, rows, fused=fused, room=CHUNK * 4 + 1)
+    step.load(state)
+    for token in range(CHUNK + 3):
+        ids = (7 * token + 3 * torch.arange(rows)) % 40
+        out = model(ids[:, None], past_key_values=state)
+        state = out.past_key_values
+        step.ids.copy_(ids)
+        # float32 sums in another order, through two layers.
+        torch.testing.assert_close(step(), out.logits[:, -1], rtol=1e-4, atol=1e-5)
+    kept = step.export()
+    assert kept.length == state.length and torch.equal(kept.position, state.position)
+    assert torch.equal(kept.context, state.context)
+    for found, expected in zip(kept.layers, state.layers, strict=True):
+        assert found.keys() == expected.keys()
+        for key in found:
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_step_forgets_the_longer_context_before() -> None:
+    model = model_of("gla")
+    (ids, mask), (longer, _) = prompts(3, CHUNK + 1), prompts(3, 4 * CHUNK)
+    short, long = model(ids, attention_mask=mask).past_key_values, model(longer).past_key_values
+    used, fresh = (DecodingStep(model, 3, room=6 * CHUNK) for _ in range(2))
+    used.load(long)
+    used()
+    for step in (used, fresh):
+        step.load(short)
+    for _ in range(CHUNK):
+        assert torch.equal(used(), fresh())
+    assert torch.equal(used.export().context, fresh.export().context)
+
+
+@torch.no_grad()
+def test_room_is_needed_and_ends() -> None:
+    model = model_of("gla")
+    state = model(prompts(1, CHUNK)[0]).past_key_values
+    with pytest.raises(ValueError, match="needs room for its context; got none"):
+        DecodingStep(model, 1)
+    with pytest.raises(ValueError, match="context has 5 tokens, the step room for 4"):
+        DecodingStep(model, 1, room=CHUNK - 1).load(state)
+    step = DecodingStep(model, 1, room=CHUNK + 1)
+    step.load(state)
+    step()
+    with pytest.raises(ValueError, match="room for 6 tokens of context, all of them read"):
+        step()
+
+
+def test_what_can_be_captured() -> None:
+    model = model_of("gla")
+    assert why_no_step(model) is None
+    # Long prompts are still read in one pass: a segment's work depends on how much came before.
+    assert "retrieval" in str(why_not_fixed(model))
+    assert "layer 0 (attention)" in str(why_no_step(model_of("attention")))
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "eos_token_id": [3, 8]}])
+def test_generate_gives_the_same_tokens(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """generate() through the step, which runs eagerly without a GPU."""
+    model = model_of("gla_conv")
+    made: list[int] = []
+
+    def eager(model: RecurrentLM, batch: int, room: int) -> DecodingStep:
+        made.append(room)
+        return DecodingStep(model, batch, room=room)
+
+    def generate() -> torch.Tensor:
+        torch.manual_seed(3)
+        ids, mask = prompts(2, 7)
+        settings = {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": None} | options
+        return model.generate(ids, attention_mask=mask, **settings)  # type: ignore
+
+    expected = generate()
+    monkeypatch.setattr(decoding, "captured_step", eager)
+    monkeypatch.setattr(decoding, "why_no_graph", why_no_step)
+    assert not made
+    assert torch.equal(generate(), expected)
+    assert made == [27]

@@ -1,0 +1,117 @@
+"""Captured decoding steps on a GPU: tokens, logits and states against decoding layer by layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from longrecall.models.decoding import captured_segment, captured_step
+from longrecall.models.prefill import SEGMENT, read_prompt
+from longrecall.models.recurrent_lm import RecurrentLM
+from tests.conftest import MIXERS
+from tests.models.test_decoding import FIXED, model_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+PROMPT = torch.arange(3 * 11).view(3, 11) % 40
+
+
+def generate(model: RecurrentLM, **options: Any) -> torch.Tensor:
+    torch.manual_seed(5)
+    ids = PROMPT.cuda()
+    settings: dict[str, Any] = {"max_new_tokens": 50, "pad_token_id": 0, "eos_token_id": None} | options
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)  # type: ignore
+
+
+@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "eos_token_id": [3, 8]}])
+def test_generate_gives_the_same_tokens_as_without_a_graph(name: str, options: dict[str, Any]) -> None:
+    model = model_of(MIXERS[name]).cuda()
+    model.decoding.graphs = False
+    expected = generate(model, **options)
+    model.decoding.graphs = True
+    assert torch.equal(generate(model, **options), expected)
+    assert torch.equal(generate(model, **options), expected)  # the second time from the kept graph
+    assert list(model.captured_steps) == [("step", 3, None)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FIXED)
+@torch.no_grad()
+def test_steps_follow_forward_passes_in_every_dtype(name: str, dtype: torch.dtype) -> None:
+    model = model_of(MIXERS[name]).cuda().to(dtype)
+    state = model(PROMPT.cuda()).past_key_values
+    step = captured_step(model, 3)
+    step.load(state)
+    for token in range(20):
+        ids = torch.tensor([token, 2 * token % 40, 39 - token], device="cuda")
+        out = model(ids[:, None], past_key_values=state)
+        state = out.past_key_values
+        step.ids.copy_(ids)
+        error = float((step() - out.logits[:, -1]).float().norm() / out.logits[:, -1].float().norm())
+        # Roundings to the weights' type happen at the same places; their ties may fall differently.
+        assert error < {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]
+    for found, expected in zip(step.export().layers, state.layers, strict=True):
+        for key in found:
+            if key.endswith("recurrent"):
+                assert float((found[key] - expected[key]).norm() / expected[key].norm()) < 3e-2
+
+
+@torch.no_grad()
+def test_a_bfloat16_state_stays_near() -> None:
+    model = model_of(MIXERS["gated_delta_net"]).cuda()
+    state = model(PROMPT.cuda()).past_key_values
+    model.decoding.state_dtype = torch.bfloat16
+    step = captured_step(model, 3)
+    step.load(state)
+    for token in range(20):
+        ids = torch.full((3,), token, device="cuda")
+        out = model(ids[:, None], past_key_values=state)
+        state = out.past_key_values
+        step.ids.copy_(ids)
+        logits = step()
+    assert step.buffers[0]["recurrent"].dtype == torch.bfloat16
+    # Twenty roundings of the state by 2 ** -9 each.
+    assert float((logits - out.logits[:, -1]).norm() / out.logits[:, -1].norm()) < 5e-2
+
+
+@pytest.mark.parametrize("name", ["gla_conv", "gated_delta_net", "mamba2"])
+@torch.no_grad()
+def test_a_captured_segment_equals_one_pass(name: str) -> None:
+    model = model_of(MIXERS[name]).cuda()
+    ids = torch.randint(0, 40, (2, 2 * SEGMENT + 77), device="cuda")
+    whole = model(ids, logits_to_keep=1)
+    logits, state = read_prompt(model, captured_segment(model, 2), ids, None)
+    # float32 sums of thousands of tokens in another order.
+    torch.testing.assert_close(logits, whole.logits[:, -1], rtol=1e-3, atol=1e-4)
+    for found, expected in zip(state.layers, whole.past_key_values.layers, strict=True):
+        for key in expected:
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-4)
+    model.decoding.graphs = False
+    expected_ids = model.generate(ids[:, :SEGMENT], max_new_tokens=8, eos_token_id=None)  # type: ignore
+    model.decoding.graphs = True
+    assert torch.equal(model.generate(ids[:, :SEGMENT], max_new_tokens=8, eos_token_id=None), expected_ids)  # type: ignore
+
+
+def test_weights_that_moved_are_captured_again() -> None:
+    model = model_of(MIXERS["gla"]).cuda()
+    generate(model)
+    changed = model_of(MIXERS["gla"], seed=9).cuda()
+    for mine, other in zip(model.parameters(), changed.parameters(), strict=True):
+        mine.data = other.data.clone()
+    changed.decoding.graphs = False
+    assert torch.equal(generate(model), generate(changed))
+
+
+def test_weights_changed_in_place_are_seen() -> None:
+    model = model_of(MIXERS["gla"]).cuda()
+    before = generate(model)
+    changed = model_of(MIXERS["gla"], seed=9).cuda()
+    with torch.no_grad():
+        for mine, other in zip(model.parameters(), changed.parameters(), strict=True):
+            mine.copy_(other)
+    changed.decoding.graphs = False
+    after = generate(model)
+    assert torch.equal(after, generate(changed)) and not torch.equal(after, before)
