@@ -5,6 +5,16 @@
 float32, B=1, T=2048. Ours and the peer's run in turn (A B A B), so that a noisy machine hurts both, and the ratio
 is the median of the ratios of neighbours. Both compute the gradient of every input; results are compared first.
 The growth of the peak memory of a forward is taken in a fresh process for every length.
+
+`product_share` is the rate of the gated delta rule, forward and backward, beside that of a float32 product of two
+2048 x 2048 matrices, taken in turn. Counted are the matrix products of the chunked form, C = 64, once each: for every
+chunk and head, in multiplications and additions, forward 2CKV three times (2C rows read the state, C write it) and 4CCK
++ 4CCV (scores; the inverse and the scores times the corrections); backward twice as much. What is not counted: the
+inverse itself, everything done element by element, and the scores, which the backward forms once more. Products of
+which a mask keeps the lower half count whole in `share`, and half in `share_without_masked`.
+
+`bfloat16` compares our op on bfloat16 inputs with float32 and with bfloat16 products (see ops/products.py), in turn;
+null where the CPU has no instructions for them.
 """
 
 from __future__ import annotations
@@ -20,6 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 # Threads that wait for each other sleep instead of spinning. Beside other work on the same cores a spinning thread
@@ -30,12 +41,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrecall.ops import gated_delta_rule, gated_linear_attention
+from longrecall.ops import gated_delta_rule, gated_linear_attention, products
 
 LENGTH = 2048
+CHUNK = 64
+PRODUCT_SIZE = 2048
 MEMORY_LENGTHS = (2048, 4096, 8192)
 # The same float32 sums in another order; decayed scores and states of order one.
 AGREEMENT = 1e-3
+# A dozen roundings to eight bits, 2**-9 each.
+BFLOAT16_AGREEMENT = 12 * 2**-9
 
 
 @dataclass(frozen=True)
@@ -125,21 +140,81 @@ def measure(case: Case, repeats: int) -> dict[str, object]:
         raise RuntimeError(f"{case.name}: ours and the peer differ by {error:.1e}; a timing would mean nothing")
     row: dict[str, object] = {"op": case.name, "peer": case.peer_name, "largest_relative_difference": error}
     for label, run in (("forward", forward), ("forward_backward", forward_backward)):
-        times: dict[str, list[float]] = {"ours": [], "peer": []}
-        for _ in range(repeats + 1):
-            for who, function in (("ours", case.ours), ("peer", case.peer)):
-                start = time.perf_counter()
-                run(function, inputs, weight)
-                times[who].append(time.perf_counter() - start)
-        ours, peer = times["ours"][1:], times["peer"][1:]
-        ratios = [b / a for a, b in zip(ours, peer, strict=True)]
-        row[label] = {
-            "ours_ms": 1e3 * statistics.median(ours),
-            "peer_ms": 1e3 * statistics.median(peer),
-            "ratio": statistics.median(ratios),
-            "ratio_low": min(ratios),
-            "ratio_high": max(ratios),
-        }
+        ours, peer = in_turn(repeats, *(partial(run, f, inputs, weight) for f in (case.ours, case.peer)))
+        row[label] = {"ours_ms": median_ms(ours), "peer_ms": median_ms(peer)} | ratio_of(peer, ours)
+    return row
+
+
+def in_turn(repeats: int, *actions: Callable[[], object]) -> list[list[float]]:
+    """Seconds of every action, A B A B; the first round is not kept."""
+    times: list[list[float]] = [[] for _ in actions]
+    for _ in range(repeats + 1):
+        for action, taken in zip(actions, times, strict=True):
+            start = time.perf_counter()
+            action()
+            taken.append(time.perf_counter() - start)
+    return [taken[1:] for taken in times]
+
+
+def median_ms(seconds: list[float]) -> float:
+    return 1e3 * statistics.median(seconds)
+
+
+def ratio_of(slow: list[float], fast: list[float]) -> dict[str, float]:
+    """Median, least and largest of the ratios of neighbours."""
+    ratios = [a / b for a, b in zip(slow, fast, strict=True)]
+    return {"ratio": statistics.median(ratios), "ratio_low": min(ratios), "ratio_high": max(ratios)}
+
+
+def delta_operations(length: int, heads: int, width: int, masked: float) -> float:
+    """Multiplications and additions of a forward and backward; K = V = `width`, masked products count `masked`."""
+    dense = 6 * CHUNK * width * width
+    triangular = 8 * CHUNK * CHUNK * width
+    return 3 * (dense + masked * triangular) * heads * length / CHUNK
+
+
+def measure_share(repeats: int) -> dict[str, float]:
+    """The gated delta rule's rate, forward and backward, as a share of a float32 product's."""
+    inputs = delta_inputs(LENGTH)
+    weight = torch.randn(inputs[2].shape, generator=torch.Generator().manual_seed(1))
+    a, b = (torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, generator=torch.Generator().manual_seed(n)) for n in (2, 3))
+    op, product = in_turn(repeats, partial(forward_backward, our_delta, inputs, weight), partial(torch.mm, a, b))
+    shape = (LENGTH, *inputs[2].shape[2:])
+    whole, half = (delta_operations(*shape, masked) for masked in (1.0, 0.5))
+    # Operations a second of ours over those of the product, pair by pair.
+    shares = [whole / mine / (2 * PRODUCT_SIZE**3 / theirs) for mine, theirs in zip(op, product, strict=True)]
+    share = statistics.median(shares)
+    return {
+        "operations": whole,
+        "product_gflops": 2 * PRODUCT_SIZE**3 / statistics.median(product) / 1e9,
+        "share": share,
+        "share_low": min(shares),
+        "share_high": max(shares),
+        "share_without_masked": share * half / whole,
+    }
+
+
+def measure_bfloat16(case: Case, repeats: int) -> dict[str, object] | None:
+    """The op on bfloat16 inputs (gates stay float32), with float32 and with bfloat16 products."""
+    if not products.CPU_MULTIPLIES_BFLOAT16:
+        return None
+    inputs = [x.bfloat16() if x.dim() == 4 else x for x in case.inputs(LENGTH)]
+    weight = torch.randn(case.ours(*inputs).shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def with_products(low: bool, run: Callable[..., list[Tensor]]) -> list[Tensor]:
+        products.CPU_MULTIPLIES_BFLOAT16 = low
+        try:
+            return run(case.ours, inputs, weight)
+        finally:
+            products.CPU_MULTIPLIES_BFLOAT16 = True
+
+    error = disagreement(*([x.float() for x in with_products(low, forward_backward)] for low in (True, False)))
+    if error > BFLOAT16_AGREEMENT:
+        raise RuntimeError(f"{case.name}: bfloat16 and float32 products differ by {error:.1e}")
+    row: dict[str, object] = {"largest_relative_difference": error}
+    for label, run in (("forward", forward), ("forward_backward", forward_backward)):
+        exact, low = in_turn(repeats, partial(with_products, False, run), partial(with_products, True, run))
+        row[label] = {"float32_ms": median_ms(exact), "bfloat16_ms": median_ms(low)} | ratio_of(exact, low)
     return row
 
 
@@ -215,6 +290,11 @@ def print_table(rows: list[dict]) -> None:
         growth = ", ".join(f"T={length} {mib:.0f} MiB" for length, mib in row.get("forward_memory_mib", {}).items())
         if growth:
             print(f"{row['op']:24}forward memory    {growth}")
+    for row in rows:
+        for label in ("forward", "forward_backward") if row.get("bfloat16") else ():
+            x = row["bfloat16"][label]
+            times = f"{x['bfloat16_ms']:9.1f}{x['float32_ms']:9.1f}{x['ratio']:7.2f}x"
+            print(f"{row['op']:24}{label + ', bf16':22}{times}   {x['ratio_low']:.2f}-{x['ratio_high']:.2f}")
 
 
 def main(arguments: list[str] | None = None) -> dict[str, object]:
@@ -232,10 +312,16 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
     began, (machine, own) = time.perf_counter(), processor_seconds()
     rows = []
     for index, case in enumerate(CASES):
-        rows.append(measure(case, options.repeats) | {"forward_memory_mib": measure_memory(index, options.threads)})
+        memory = {"forward_memory_mib": measure_memory(index, options.threads)}
+        rows.append(measure(case, options.repeats) | {"bfloat16": measure_bfloat16(case, options.repeats)} | memory)
+    share = measure_share(options.repeats)
     machine_now, own_now = processor_seconds()
     busy = ((machine_now - machine) - (own_now - own)) / (time.perf_counter() - began)
     print_table(rows)
+    print(
+        f"gated delta rule, forward and backward: {share['share']:.0%} of {share['product_gflops']:.0f} GFLOP/s "
+        f"({share['share_without_masked']:.0%} without what masks discard)"
+    )
     print(f"meanwhile other processes kept {busy:.1f} of {os.cpu_count()} cores busy")
     result: dict[str, object] = {
         "schema": 1,
@@ -245,6 +331,7 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
         "settings": {"dtype": "float32", "batch": 1, "length": LENGTH, "repeats": options.repeats},
         "cores_busy_elsewhere": round(max(busy, 0.0), 2),
         "results": rows,
+        "product_share": share,
     }
     return recorded(result, options.out)
 

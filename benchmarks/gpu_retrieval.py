@@ -53,7 +53,7 @@ def with_retrieval(config: RecurrentConfig) -> RecurrentConfig:
     layers = [dict(layer) for layer in data["layers"]]
     for index in (0, len(layers) // 2, len(layers) - 1):
         layers[index]["mixer"] = {**RETRIEVAL, "base": layers[index]["mixer"]}
-    return RecurrentConfig(vocab_size=config.vocab_size, hidden_size=config.hidden_size, layers=layers)
+    return RecurrentConfig.from_dict(data | {"layers": layers})
 
 
 def build(config: RecurrentConfig) -> RecurrentLM:

@@ -1,10 +1,11 @@
-"""Turn the recorded sweeps of RESONA's table 11 and the timings of retrieval into the tables of docs/retrieval_evidence.md.
+"""Turn the recorded sweeps of table 11 and the timings of retrieval into the tables of docs/retrieval_evidence.md.
 
 Usage: python experiments/report_retrieval.py            rewrites what stands between the markers
        python experiments/report_retrieval.py --check    changes nothing; exit code 1 when a table is out of date
 
-A cell is a mixer, a place of the retrieval layer (None = none), a length and a width: one run each, so no number here
-has an interval. A run ends at `STOP`; a cell whose run was still going when the time was up, or had not begun, says so.
+The table is that of the RESONA paper. A cell is a mixer, a place of the retrieval layer (None = none), a length and a
+width: one run each, so no number here has an interval. A run ends at `STOP`; a cell whose run was still going when the
+time was up, or had not begun, says so.
 """
 
 from __future__ import annotations

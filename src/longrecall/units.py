@@ -1,4 +1,4 @@
-"""Lengths as people write them: ``512``, ``4k``, ``1m`` (k = 1024 tokens)."""
+"""Lengths as people write them: ``512``, ``4k``, ``1m`` (k = 1024 tokens), and sizes of memory."""
 
 from __future__ import annotations
 
@@ -33,3 +33,13 @@ def format_length(length: int) -> str:
         if length and length % _FACTORS[suffix] == 0:
             return f"{length // _FACTORS[suffix]}{suffix}"
     return str(length)
+
+
+def format_bytes(count: int) -> str:
+    """Return a number of bytes with a binary unit, e.g. `96.0 MiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

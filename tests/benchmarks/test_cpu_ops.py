@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,3 +43,64 @@ def test_forward_memory_grows_linearly(result: dict) -> None:
         # From 4096 to 8192 twice what came from 2048 to 4096 if linear, four times that if quadratic. The rest, 32 MiB,
         # is for what the allocator rounds up.
         assert long - middle < 2.5 * max(middle - short, 0) + 32, row
+
+
+@pytest.mark.slow
+def test_the_share_of_a_plain_products_rate(result: dict) -> None:
+    # 0.36 and 0.45 were recorded with half of the cores busy elsewhere; the rest is left to noise.
+    share = result["product_share"]
+    assert 0.25 < share["share_without_masked"] < share["share"] < 1.0
+
+
+@pytest.mark.slow
+def test_bfloat16_products_are_no_slower(result: dict) -> None:
+    for row in result["results"]:
+        if row["bfloat16"] is None:
+            pytest.skip("this CPU has no bfloat16 instructions")
+        assert row["bfloat16"]["forward_backward"]["ratio"] > 1.0, row
+
+
+class CountProducts(TorchDispatchMode):
+    """Multiplications and additions of the batched products that really run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("bmm", "baddbmm_"):
+            a, b = args[-2:]
+            self.operations += 2 * prod(a.shape) * b.shape[2]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("cpu_ops", ROOT / "benchmarks" / "cpu_ops.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["cpu_ops"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_operations_are_those_that_run(benchmark: ModuleType) -> None:
+    length, chunk = 128, benchmark.CHUNK
+    inputs = benchmark.delta_inputs(length)
+    heads, width = inputs[2].shape[2:]
+    with CountProducts() as counted:
+        benchmark.forward_backward(benchmark.our_delta, inputs, torch.ones_like(inputs[2]))
+    scores_once_more = 2 * (2 * chunk) * chunk * width * heads * length // chunk
+    assert counted.operations - scores_once_more == benchmark.delta_operations(length, heads, width, 1.0)
+
+
+def test_bfloat16_is_measured_where_the_cpu_has_it(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "LENGTH", 128)
+    monkeypatch.setattr(benchmark.products, "CPU_MULTIPLIES_BFLOAT16", False)
+    assert benchmark.measure_bfloat16(benchmark.CASES[0], 1) is None
+    monkeypatch.setattr(benchmark.products, "CPU_MULTIPLIES_BFLOAT16", True)
+    row = benchmark.measure_bfloat16(benchmark.CASES[0], 1)
+    # 0 would mean that both sides multiplied in the same type.
+    assert 1e-4 < row["largest_relative_difference"] < benchmark.BFLOAT16_AGREEMENT
+    assert benchmark.products.CPU_MULTIPLIES_BFLOAT16 and row["forward"]["ratio"] > 0

@@ -79,6 +79,8 @@ def test_result_follows_the_schema_and_survives_json(model: RecurrentLM, tokeniz
     assert [entry["sequences"] for entry in result["results"][:2]] == [6, 3]
     assert result["checkpoint"]["fingerprint"] == model.fingerprint()
     assert result["checkpoint"]["state_size"] == model.state_size()
+    # A key and a value of full width in every layer.
+    assert result["checkpoint"]["transformer_cache"] == 2 * model.config.hidden_size * len(model.config.layers) > 0
     assert set(result["summary"]) == {
         "phonebook.capacity",
         "passkey.accuracy",
@@ -97,6 +99,7 @@ def test_an_oracle_is_right_and_a_forgetful_one_is_right_as_often_as_it_should(t
         )
         assert [entry["value"] for entry in full["results"]] == [1.0]
         assert full["summary"]["phonebook.capacity"] == pairs
+        assert full["checkpoint"]["transformer_cache"] is None, "a config without width and depth"
         short = evaluate(Oracle(4), tokenizer, ["phonebook"], [1], 64, options=options, progress=False)
         assert [entry["value"] for entry in short["results"]] == [4 / pairs]
         assert short["summary"]["phonebook.capacity"] == (4 if pairs == 4 else 0)

@@ -120,6 +120,10 @@ def test_the_counts_of_the_prose(script: ModuleType, prose: str) -> None:
     shared = sum(a["accuracy"] >= script.REACHED for _, a, _ in pairs)
     assert f"reached .999 in {reached} of {len(before)} runs, and in {shared} of the {len(pairs)} cells" in prose
     assert f"Its worst was {script.share(min(row['accuracy'] for row in before.values()))}" in prose
+    whole = [cell for cell in script.grid() if cell[3] in (64, 128)]
+    assert all(cell in rows for cell in whole) and f"ended in all {len(whole)} cells" in prose
+    known = [before[cell]["accuracy"] >= script.REACHED for cell in whole if cell in before]
+    assert f"The first form ended in {len(known)} of them and reached it in {sum(known)}" in prose
     known = [before[cell]["accuracy"] for cell, state in left.items() if state == "cut off" and cell in before]
     assert len(known) == 9 and "nine of them ended, between .9887 and .9992" in prose
     assert (script.share(min(known)), script.share(max(known))) == (".9887", ".9992")

@@ -147,6 +147,19 @@ def test_what_the_loop_does_not_do_goes_to_transformers(stepwise: list[DecodingS
     assert stepwise == []
 
 
+def test_a_graph_that_cannot_be_captured_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(model: RecurrentLM, batch: int) -> DecodingStep:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    model = model_of(MIXERS["gla"])
+    expected = generate(model)
+    monkeypatch.setattr(decoding, "captured_step", refused)
+    monkeypatch.setattr(decoding, "why_no_graph", decoding.why_not_fixed)
+    with pytest.warns(UserWarning, match="without a CUDA graph, which failed: CUDA out of memory"):
+        found = generate(model)
+    assert torch.equal(found, expected)
+
+
 def test_streaming_shows_every_token_once(stepwise: list[DecodingStep]) -> None:
     class Streamer:
         def __init__(self) -> None:

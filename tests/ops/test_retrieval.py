@@ -105,6 +105,19 @@ def test_queries_that_share_chunks_get_the_definition(choice: str, kv_heads: int
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("empty", ["rows", "queries"])
+def test_nothing_asked_gives_nothing_and_zero_gradients(empty: str) -> None:
+    q, k, v, chunks, weights, chunk = inputs(4, 2, 8, 2)
+    if empty == "rows":
+        q, k, v, chunks, weights = (y[:0] for y in (q, k, v, chunks, weights))
+    else:
+        q, chunks, weights = q[:, :0], chunks[:, :0], weights[:, :0]
+    out, *gradients = outcome(selected_attention, [q, k, v, chunks, weights, chunk])
+    assert out.shape == q.shape
+    for gradient, like in zip(gradients, (q, k, v, weights), strict=True):
+        assert gradient.shape == like.shape and not gradient.any()
+
+
 @pytest.mark.parametrize("weighted", [True, False])
 def test_what_no_query_chose_reaches_no_result_and_no_gradient(weighted: bool) -> None:
     q, k, v, chunks, weights, chunk = crowded("not the last", weighted)

@@ -164,6 +164,26 @@ def test_every_series_stands_out_from_the_paper_and_from_the_others() -> None:
     assert len({(style["marker"], str(style["linestyle"])) for style in styles}) == 16
 
 
+def test_a_grid_of_maps_names_its_outer_axes_alone_and_hides_the_empty_place() -> None:
+    maps = {name: np.array([[0.25, np.nan]]) for name in ("one", "two", "three")}
+    seen: list[str] = []
+    svg = drawing.heat_map_grid(
+        maps,
+        [512, 1024],
+        ["row"],
+        ("lengths", "rows"),
+        "g",
+        "Maps",
+        across=2,
+        finish=lambda _, title: seen.append(title),
+    )
+    assert seen == ["one", "two", "three"] and all(f">{title}<" in svg for title in maps)
+    # Two lines of maps, each with its rows named at the left; lengths under the third and the second.
+    assert svg.count(">rows<") == 2 and svg.count(">lengths<") == 2
+    assert svg.count(">25<") == 3 and svg.count(">–<") == 3
+    assert drawing.heat_map_grid(maps, [512, 1024], ["row"], ("", "rows"), "g", "Maps").count(">rows<") == 1
+
+
 def test_numbers_on_a_heat_map_can_be_read_on_every_shade() -> None:
     axes = Figure().subplots()
     values = np.linspace(0, 1, 101)[None]

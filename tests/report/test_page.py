@@ -12,6 +12,9 @@ import pytest
 from longrecall.cli.main import main
 from longrecall.errors import UserError
 from longrecall.report import build_report
+from longrecall.report.blocks import Table
+from longrecall.report.inputs import read_inputs
+from longrecall.report.sections import sizes
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -118,6 +121,31 @@ def test_sections_say_what_there_is(full: tuple[str, Page]) -> None:
     assert "81,920 (×4)" in cells and "20,480 → 81,920" in cells
     assert "grow_state" in cells
     assert {"better", "no clear change"} <= set(page.text["small"])
+
+
+def test_a_transformers_cache_stands_beside_the_state_where_it_is_recorded(synthetic: SimpleNamespace) -> None:
+    data = synthetic.evaluation(9)
+    files = {
+        # Width 160, 4 layers: 2 * 160 * 4 numbers a token, of 2 bytes each, over 512 tokens.
+        "whole": {"transformer_cache": 1280, "context_length": 512},
+        "unknown_context": {"transformer_cache": 1280, "context_length": None},
+        "stateless": {"transformer_cache": 1280, "context_length": 512, "state_size": 0},
+        "older": {},
+    }
+    paths = synthetic.write(**{name: data | {"checkpoint": data["checkpoint"] | more} for name, more in files.items()})
+    section = sizes(read_inputs(paths))
+    assert section is not None
+    table = section.blocks[0]
+    assert isinstance(table, Table) and "Transformer's cache" in table.header[4]
+    assert {row[0]: row[3:] for row in table.rows} == {
+        # Half of 1280 * 512 numbers against 20,480.
+        "whole": ("80.0 KiB", "1.2 MiB at 512 tokens", "×16.00"),
+        "unknown_context": ("80.0 KiB", "2.5 KiB a token", "–"),
+        "stateless": ("0 B", "1.2 MiB at 512 tokens", "–"),
+        "older": ("80.0 KiB", "not recorded", "–"),
+    }
+    text = build_report(paths, synthetic.folder / "r.html").read_text(encoding="utf-8")
+    assert {"1.2 MiB at 512 tokens", "not recorded"} <= set(Page(text).text["td"])
 
 
 def test_the_same_files_give_the_same_page(synthetic: SimpleNamespace) -> None:

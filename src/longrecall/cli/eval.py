@@ -78,6 +78,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--batch-tokens", default="16k", metavar="N", help="tokens per forward pass at most [%(default)s]"
     )
     machine.add_argument("--segment-tokens", default="2k", metavar="N", help="columns read at once [%(default)s]")
+    machine.add_argument(
+        "--compile", action="store_true", help="torch.compile the layers: pays for many samples of few lengths"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,6 +100,10 @@ def run(args: argparse.Namespace) -> int:
     step = _length(args.step, "--step")
     if longest is not None and len(tasks) > 1:
         raise UserError(f"--search takes one task, for example --tasks niah_single_3; got {len(tasks)}")
+    if longest is not None and args.compile:
+        raise UserError(
+            "--compile makes code for every length anew, and --search meets a new one at each step: use one"
+        )
 
     from longrecall.evaluation.checkpoint import evaluate_checkpoint
     from longrecall.evaluation.parallel import torchrun_ranks
@@ -115,7 +122,16 @@ def run(args: argparse.Namespace) -> int:
     }
     with torchrun_ranks() as ranks:
         if longest is None:
-            result = evaluate_checkpoint(args.checkpoint, tasks, lengths, samples, args.seed, ranks=ranks, **settings)
+            result = evaluate_checkpoint(
+                args.checkpoint,
+                tasks,
+                lengths,
+                samples,
+                args.seed,
+                ranks=ranks,
+                compile_layers=args.compile,
+                **settings,
+            )
         elif ranks.count > 1:
             raise UserError("--search decides after every length what comes next; run it without torchrun")
         else:

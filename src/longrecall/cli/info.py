@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from longrecall.errors import UserError
-from longrecall.units import parse_length
+from longrecall.units import format_bytes, parse_length
 
 if TYPE_CHECKING:
     from longrecall.models.config import RecurrentConfig
@@ -157,13 +157,13 @@ def as_text(facts: dict[str, Any]) -> str:
         *aligned(rows, left=3),
         "",
         f"training context   {f'{context:,} tokens' if context else 'not recorded'}",
-        f"recurrent state    {as_bytes(facts['state_bytes'])} per sequence in float32, at any length:"
+        f"recurrent state    {format_bytes(facts['state_bytes'])} per sequence in float32, at any length:"
         f" {facts['state_size']:,} numbers",
-        f"key-value cache    {as_bytes(cache['bytes'])} at {cache['context']:,} tokens (layers that keep one, 16 bit):"
-        f" {cache['numbers']:,} numbers",
+        f"key-value cache    {format_bytes(cache['bytes'])} at {cache['context']:,} tokens (layers that keep one,"
+        f" 16 bit): {cache['numbers']:,} numbers",
         *_retrieval_lines(facts["retrieval"]),
-        f"for comparison     a Transformer of this width and depth caches {as_bytes(cache['transformer_bytes'])} there:"
-        f" {cache['transformer_numbers']:,} numbers",
+        f"for comparison     a Transformer of this width and depth caches"
+        f" {format_bytes(cache['transformer_bytes'])} there: {cache['transformer_numbers']:,} numbers",
         f"  in bytes         the state equals {cache['state_equals_tokens']:,.1f} of its tokens",
         *_average_lines(cache),
         "surgery            " + ("none" if not facts["surgery"] else ""),
@@ -175,7 +175,7 @@ def _retrieval_lines(kept: dict[str, Any]) -> list[str]:
     if not kept["bytes"]:
         return []
     return [
-        f"retrieval          {as_bytes(kept['bytes'])} at {kept['context']:,} tokens: their ids, and of each layer"
+        f"retrieval          {format_bytes(kept['bytes'])} at {kept['context']:,} tokens: their ids, and of each layer"
         " a vector a chunk"
     ]
 
@@ -200,13 +200,3 @@ def _surgery_line(record: dict[str, Any]) -> str:
     before, after = (format(state[key], ",") if key in state else "?" for key in ("before", "after"))
     method, init, created = (str(record.get(key, "?")) for key in ("method", "init", "created"))
     return f"  {created[:10]}  {method} ({init}) in layers {layers}: {counted} {before} -> {after}"
-
-
-def as_bytes(count: int) -> str:
-    """Return a number of bytes with a binary unit, e.g. `96.0 MiB`."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

@@ -14,6 +14,7 @@ from longrecall.evaluation.parallel import Ranks
 from longrecall.files import check_writable
 from longrecall.models.byte_tokenizer import VOCABULARY, byte_tokenizer
 from longrecall.models.checkpoint import open_checkpoint
+from longrecall.models.compiling import compiled_layers
 from longrecall.models.loading import load
 from longrecall.tasks.registry import Task
 
@@ -52,12 +53,14 @@ def evaluate_checkpoint(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     out: str | Path | None = None,
     ranks: Ranks | None = None,
+    compile_layers: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Load the checkpoint at `path` (a folder or a hub id) and `evaluate` it, which explains the other arguments.
 
     `device` None means CUDA where there is one (with several processes on a machine, one GPU each), else the CPU;
-    `dtype` None means as stored. What can be checked without the model is checked before it is loaded.
+    `dtype` None means as stored; `compile_layers` runs the layers through torch.compile (UserError without a compiler),
+    which pays for many samples of few lengths. What can be checked without the model is checked before it is loaded.
     """
     chosen = create_tasks(tasks, text, options)
     if out is not None:
@@ -67,6 +70,7 @@ def evaluate_checkpoint(
     device = (ranks or Ranks()).device(device)
     model = load(path, dtype=dtype, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
     about = describe_model(model, str(path), checkpoint.surgery)
-    return evaluate(
-        model, tokenizer, chosen, lengths, samples, seed, out=out, checkpoint=about, ranks=ranks, **settings
-    )
+    with compiled_layers(model, wanted=compile_layers):
+        return evaluate(
+            model, tokenizer, chosen, lengths, samples, seed, out=out, checkpoint=about, ranks=ranks, **settings
+        )

@@ -10,6 +10,8 @@ from typing import Any
 from longrecall.errors import UserError
 from longrecall.evaluation.harness import PREFIX, HarnessTask
 from longrecall.evaluation.text_metrics import TextMetrics
+from longrecall.models.accounting import transformer_cache_size
+from longrecall.models.config import RecurrentConfig
 from longrecall.tasks.needles import ESSAYS
 from longrecall.tasks.registry import Task, TextMetricTask, create_task
 from longrecall.units import parse_length
@@ -93,12 +95,18 @@ def _plain_options(task: Any) -> dict[str, Any]:
 
 
 def describe_model(model: Any, path: str = "", surgery: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return the "checkpoint" part of a result: path, fingerprint, parameters, state size, trained length, surgery."""
+    """Return the "checkpoint" part of a result: path, fingerprint, parameters, state size, trained length, surgery.
+
+    `transformer_cache` is what a Transformer of this width and depth caches a token, in numbers (`models.accounting`);
+    None where the model's config does not say its width and depth.
+    """
+    config = model.config
     return {
         "path": path,
         "fingerprint": model.fingerprint() if hasattr(model, "fingerprint") else None,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "state_size": model.state_size() if hasattr(model, "state_size") else None,
-        "context_length": getattr(model.config, "context_length", None),
+        "transformer_cache": transformer_cache_size(config, 1) if isinstance(config, RecurrentConfig) else None,
+        "context_length": getattr(config, "context_length", None),
         "surgery": list(surgery),
     }

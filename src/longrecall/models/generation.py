@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from longrecall.errors import UserError
 from longrecall.models.state import RecurrentState
+
+if TYPE_CHECKING:
+    from longrecall.models.decoding import DecodingStep
 
 
 @dataclass
@@ -59,18 +63,21 @@ class RecurrentGeneration(GenerationMixin):
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        from longrecall.models.decoding import captured_step, decode, why_no_graph
+        from longrecall.models.decoding import decode, why_no_graph
 
-        model = cast(Any, self)
         plain = [MaxLengthCriteria, EosTokenCriteria]
-        if (
+        most = stopping_criteria.max_length
+        begun = None
+        if not (
             synced_gpus
             or generation_config.is_assistant
             or not model_kwargs.get("use_cache", True)
             or generation_config.return_dict_in_generate
             or any(type(criterion) not in plain for criterion in stopping_criteria)
-            or why_no_graph(model) is not None
+            or why_no_graph(cast(Any, self)) is not None
         ):
+            begun = self._begin(input_ids, int(most), generation_config, dict(model_kwargs))
+        if begun is None:
             return cast(Any, super())._sample(
                 input_ids,
                 logits_processor=logits_processor,
@@ -80,14 +87,7 @@ class RecurrentGeneration(GenerationMixin):
                 streamer=streamer,
                 **model_kwargs,
             )
-        logits, state = self._read(input_ids, generation_config, model_kwargs)
-        rows, columns = input_ids.shape
-        most = int(stopping_criteria.max_length)
-        if state.context is None:
-            step = captured_step(model, rows)
-        else:
-            step = captured_step(model, rows, state.context.shape[1] + most - columns)
-        step.load(state)
+        step, logits = begun
 
         def sample(ids: Tensor, logits: Tensor) -> Tensor:
             scores = logits_processor(ids, logits.to(copy=True, dtype=torch.float32))
@@ -102,7 +102,7 @@ class RecurrentGeneration(GenerationMixin):
             input_ids,
             logits,
             sample,
-            most=most,
+            most=int(most),
             end=torch.cat([end.flatten().to(input_ids.device) for end in ends]) if ends else None,
             pad=0 if pad is None else int(pad),
             shown=None if streamer is None else streamer.put,
@@ -110,6 +110,25 @@ class RecurrentGeneration(GenerationMixin):
         if streamer is not None:
             streamer.end()
         return written
+
+    def _begin(
+        self, input_ids: Tensor, most: int, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> tuple[DecodingStep, Tensor] | None:
+        """The step after the prompt and the prompt's last logits ``[B, vocab]``; None where it cannot be captured."""
+        from longrecall.models.decoding import captured_step
+
+        rows, columns = input_ids.shape
+        try:
+            logits, state = self._read(input_ids, generation_config, model_kwargs)
+            room = [] if state.context is None else [state.context.shape[1] + most - columns]
+            step = captured_step(cast(Any, self), rows, *room)
+        except RuntimeError as error:  # out of memory, or a driver that refuses to capture
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            warnings.warn(f"decoding without a CUDA graph, which failed: {reason}", stacklevel=2)
+            self.captured_steps.clear()
+            return None
+        step.load(state)
+        return step, logits
 
     def _read(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]

@@ -114,7 +114,7 @@ class _Chunks(NamedTuple):
 
 
 class _GatedDeltaRule(torch.autograd.Function):
-    """The whole sequence as one node: state, scale, C, dtype of products, q, k, v, log decay, beta -> O, final state."""
+    """The whole sequence as one node: state, scale, C, type of products, q, k, v, log decay, beta -> O, final state."""
 
     @staticmethod
     def forward(

@@ -237,7 +237,7 @@ def _run(
     chosen = choose_backend(backend, op, {**inputs, "state": state})
     if not chosen.kernels:
         inputs = {name: None if x is None else x.to(dtype) for name, x in inputs.items()}
-    options = {"products": product_dtype(v, dtype)} if op in chosen.low_products else {}
+    options = {"products": product_dtype(q, tensors["k"], v, dtype)} if op in chosen.low_products else {}
     scale = q.shape[3] ** -0.5 if scale is None else scale
     with torch.autocast(v.device.type, enabled=False):
         out, final = (

@@ -2,8 +2,9 @@
 
 The operands of a product are rounded to bfloat16, the CPU adds up in float32, and each product is rounded once more as
 it is returned (there is no other output type on a CPU); sums of products, states, decays and inverses stay in float32.
-A call is taken to ask for no more when its values, and with them its outputs, are bfloat16: the outputs are rounded by
-as much in any case. In the accumulation dtype every function here is the plain product, bit for bit.
+A call is taken to ask for no more when its queries, keys or values are bfloat16: every product then has such a rounding
+in it already (layers of a bfloat16 model or under autocast pass some of the three on in float32). In the accumulation
+dtype every function here is the plain product, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 def _multiplies_bfloat16() -> bool:
     """Whether the CPU has instructions for bfloat16 products (AVX512-BF16 or AMX); False where torch cannot tell."""
     # Older versions of torch have no public way to ask: there products stay in float32.
-    describe = getattr(torch.cpu, "get_capabilities", dict)
-    found = describe()
+    describe = getattr(torch.cpu, "get_capabilities", None)
+    found = {} if describe is None else describe()
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
@@ -24,9 +25,9 @@ CPU_MULTIPLIES_BFLOAT16 = _multiplies_bfloat16()
 """A property of the machine. Emulated bfloat16 products would be slower than float32 ones."""
 
 
-def product_dtype(v: Tensor, accumulation: torch.dtype) -> torch.dtype:
-    """The dtype in which a call with the values `v` multiplies: bfloat16, or the accumulation dtype."""
-    low = v.dtype == torch.bfloat16 and accumulation == torch.float32
+def product_dtype(q: Tensor, k: Tensor, v: Tensor, accumulation: torch.dtype) -> torch.dtype:
+    """The dtype in which a call with these inputs multiplies: bfloat16, or the accumulation dtype."""
+    low = accumulation == torch.float32 and torch.bfloat16 in (q.dtype, k.dtype, v.dtype)
     return torch.bfloat16 if low and v.device.type == "cpu" and CPU_MULTIPLIES_BFLOAT16 else accumulation
 
 

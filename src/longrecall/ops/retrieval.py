@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,7 +207,7 @@ def _group(chunks: Tensor, whole: int) -> _Pairs:
     first = torch.arange(batch, device=device)[:, None, None] * whole
     owner = (chunks + first).masked_fill(chunks < 0, owners).flatten()
     # Wider blocks share more, but a chunk's last block is on average half empty.
-    width = min(WIDEST_BLOCK, 1 << max(0, (count // (4 * owners)).bit_length() - 1))
+    width = min(WIDEST_BLOCK, 1 << max(0, (count // (4 * max(1, owners))).bit_length() - 1))
     every = torch.arange(count, device=device)
     if width == 1:
         filled, slot = owner < owners, every[:, None]
@@ -258,7 +259,8 @@ class _SelectedAttention(torch.autograd.Function):
         shares = (logs - largest[:, :, None]).exp()
         total = shares.sum(2) if weights is None else shares.sum(2) + chunk * (-largest).exp()
         total = torch.where(total == 0, 1.0, total)
-        out = ((shares / total[:, :, None])[..., None] * found[pairs.place]).sum(2).to(v.dtype)
+        shares = (shares / total[:, :, None])[..., None]
+        out = _sum_choices(shares[:, :, c] * found[place] for c, place in enumerate(pairs.place.unbind(2))).to(v.dtype)
         ctx.save_for_backward(q, k, v, chunks, weights, out, largest + total.log())
         ctx.chunk, ctx.scale = chunk, scale
         return out
@@ -289,9 +291,14 @@ class _SelectedAttention(torch.autograd.Function):
             change = change.mul_(ctx.scale).to(q.dtype)
             d_q[place] = _by_pair(change @ keys, pairs)
             d_k.index_add_(0, chosen, _as_rows((change.mT @ asked).to(wide)))
-        d_q = d_q[pairs.place].sum(2, dtype=wide).to(q.dtype)
+        d_q = _sum_choices(d_q[place].to(wide) for place in pairs.place.unbind(2)).to(q.dtype)
         d_k, d_v = d_k.view(k.shape).to(k.dtype), d_v.view(v.shape).to(v.dtype)
         return d_q, d_k, d_v, None, None if weights is None else d_weights[pairs.place].to(weights.dtype), None, None
+
+
+def _sum_choices(terms: Iterable[Tensor]) -> Tensor:
+    """Add up one term a choice, one after the other: side by side they are the largest thing of a pass."""
+    return functools.reduce(torch.Tensor.add_, terms)
 
 
 def _rows(x: Tensor, chunk: int) -> Tensor:

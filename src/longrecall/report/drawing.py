@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
@@ -181,6 +182,51 @@ def heat_map(
     axes.set_ylim(len(rows), 0)
     axes.tick_params(length=0)
     axes.set_title(title, loc="left")
+
+
+def heat_map_grid(
+    maps: Mapping[str, NDArray[np.float64]],
+    columns: Sequence[float],
+    rows: Sequence[str],
+    axis_labels: tuple[str, str],
+    name: str,
+    title: str,
+    *,
+    across: int | None = None,
+    room: float = 0.95,
+    finish: Callable[[Axes, str], None] | None = None,
+) -> str:
+    """Return maps of the same places side by side, as an element of `to_svg`.
+
+    Args:
+        maps: title of a map -> shares [rows, columns], NaN for what is not known.
+        columns: lengths in tokens.
+        rows: names of the rows.
+        axis_labels: what columns and rows are; "" for nothing.
+        name: the element's id on the page.
+        title: the element's title.
+        across: most maps side by side; None = as many as their numbers leave room for.
+        room: inches of a map beside its rows, for titles and ticks.
+        finish: called with the axes and the title of each map, for what only this figure has.
+    """
+    panels = min(len(maps), across or (2 if len(columns) > 3 else 3))
+    lines = -(-len(maps) // panels)
+    with mpl.rc_context({**SETTINGS, "axes.spines.left": False, "axes.spines.bottom": False}):
+        figure = Figure(figsize=(WIDTH, lines * (room + 0.34 * len(rows))), layout="constrained")
+        grid = figure.subplots(lines, panels, squeeze=False, sharex=True, sharey=True)
+        for axes in grid.flat[len(maps) :]:
+            axes.set_visible(False)
+        for place, (words, values) in enumerate(maps.items()):
+            axes = grid.flat[place]
+            heat_map(axes, values, columns, rows, words)
+            if finish is not None:
+                finish(axes, words)
+            if place % panels == 0:
+                axes.set_ylabel(axis_labels[1])
+            if place + panels >= len(maps):
+                axes.set_xlabel(axis_labels[0])
+                axes.tick_params(labelbottom=True)
+        return to_svg(figure, name, title)
 
 
 def mark(axes: Axes, place: float, words: str, left: bool = False) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from longrecall.report.drawing import (
@@ -15,7 +16,7 @@ from longrecall.report.drawing import (
     accuracy_axes,
     accuracy_line,
     add_legend,
-    heat_map,
+    heat_map_grid,
     mark,
     measured,
     to_svg,
@@ -89,27 +90,19 @@ def babilong_heat_maps(evaluations: Sequence[Evaluation], trained: Mapping[str, 
     """
     cells = [m.cell for entry in evaluations for m in entry.of("babilong", "accuracy")]
     lengths, tasks = (sorted({cell[key] for cell in cells}) for key in ("length", "task"))
-    columns = min(len(evaluations), 2 if len(lengths) > 3 else 3)
-    rows = -(-len(evaluations) // columns)
-    with mpl.rc_context({**SETTINGS, "axes.spines.left": False, "axes.spines.bottom": False}):
-        figure = Figure(figsize=(WIDTH, rows * (0.95 + 0.34 * len(tasks))), layout="constrained")
-        grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-        for place, axes in enumerate(grid.flat):
-            if place >= len(evaluations):
-                axes.set_visible(False)
-                continue
-            evaluation = evaluations[place]
-            values = np.full((len(tasks), len(lengths)), np.nan)
-            for m in evaluation.of("babilong", "accuracy"):
-                if m.value is not None:
-                    values[tasks.index(m.cell["task"]), lengths.index(m.cell["length"])] = m.value
-            heat_map(axes, values, lengths, tasks, evaluation.label)
-            context = trained.get(evaluation.label)
-            within = sum(length <= context for length in lengths) if context else 0
-            if context and within < len(lengths):
-                axes.axvline(within, color=INK, linewidth=2.0, linestyle=(0, (3, 1.5)))
-                axes.set_title(f"trained on {format_length(context)}", loc="right", fontsize=8, fontweight="normal")
-            if place + columns >= len(evaluations):
-                axes.set_xlabel("length in tokens")
-                axes.tick_params(labelbottom=True)
-        return to_svg(figure, name, "Stories: share of questions answered by type of story and length of the text")
+    maps = {}
+    for evaluation in evaluations:
+        values = maps[evaluation.label] = np.full((len(tasks), len(lengths)), np.nan)
+        for m in evaluation.of("babilong", "accuracy"):
+            if m.value is not None:
+                values[tasks.index(m.cell["task"]), lengths.index(m.cell["length"])] = m.value
+
+    def mark_trained(axes: Axes, label: str) -> None:
+        context = trained.get(label)
+        within = sum(length <= context for length in lengths) if context else 0
+        if context and within < len(lengths):
+            axes.axvline(within, color=INK, linewidth=2.0, linestyle=(0, (3, 1.5)))
+            axes.set_title(f"trained on {format_length(context)}", loc="right", fontsize=8, fontweight="normal")
+
+    title = "Stories: share of questions answered by type of story and length of the text"
+    return heat_map_grid(maps, lengths, tasks, ("length in tokens", ""), name, title, finish=mark_trained)

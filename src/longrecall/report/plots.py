@@ -15,7 +15,7 @@ from longrecall.report.drawing import (
     accuracy_axes,
     accuracy_line,
     add_legend,
-    heat_map,
+    heat_map_grid,
     line_style,
     line_with_bars,
     measured,
@@ -56,29 +56,16 @@ def depth_maps(evaluations: Sequence[Evaluation], task: str, metric: str, name: 
     """
     lengths = sorted({m.cell["length"] for e in evaluations for m in e.of(task, metric)})
     depths = sorted({m.cell["depth"] for e in evaluations for m in e.of(task, metric)})
-    columns = min(len(evaluations), 2 if len(lengths) > 3 else 3)
-    rows = -(-len(evaluations) // columns)
-    with mpl.rc_context({**SETTINGS, "axes.spines.left": False, "axes.spines.bottom": False}):
-        figure = Figure(figsize=(WIDTH, rows * (0.95 + 0.34 * len(depths))), layout="constrained")
-        grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-        for place, axes in enumerate(grid.flat):
-            if place >= len(evaluations):
-                axes.set_visible(False)
-                continue
-            evaluation = evaluations[place]
-            values = np.full((len(depths), len(lengths)), np.nan)
-            for row, depth in enumerate(depths):
-                for column, length in enumerate(lengths):
-                    here = [m for m in evaluation.of(task, metric) if m.cell["length"] == length]
-                    share = mean(m for m in here if m.cell["depth"] == depth).value
-                    values[row, column] = np.nan if share is None else share
-            heat_map(axes, values, lengths, [f"{depth:.0%}" for depth in depths], evaluation.label)
-            if place % columns == 0:
-                axes.set_ylabel("depth of the needle")
-            if place + columns >= len(evaluations):
-                axes.set_xlabel("length in tokens")
-                axes.tick_params(labelbottom=True)
-        return to_svg(figure, name, title)
+    maps = {}
+    for evaluation in evaluations:
+        values = maps[evaluation.label] = np.full((len(depths), len(lengths)), np.nan)
+        for row, depth in enumerate(depths):
+            for column, length in enumerate(lengths):
+                here = [m for m in evaluation.of(task, metric) if m.cell["length"] == length]
+                share = mean(m for m in here if m.cell["depth"] == depth).value
+                values[row, column] = np.nan if share is None else share
+    rows = [f"{depth:.0%}" for depth in depths]
+    return heat_map_grid(maps, lengths, rows, ("length in tokens", "depth of the needle"), name, title)
 
 
 def passkey_by_length(evaluations: Sequence[Evaluation], name: str) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from longrecall.models.accounting import CACHE_BYTES, STATE_BYTES
 from longrecall.report import diagnosis_sections, length_sections, overview_sections, plots, sweep_sections
 from longrecall.report.blocks import Block, Note, Plot, Section, Table, with_interval
 from longrecall.report.diagnoses import Diagnosis
@@ -19,6 +20,7 @@ from longrecall.report.summaries import (
 )
 from longrecall.report.sweeps import Sweep
 from longrecall.report.tables import PLOTTED, cell_keys, cell_table, measured_by
+from longrecall.units import format_bytes
 
 _MOST_LOG_ROWS = 40
 _PASSKEY_MAP = "Passkey: share of keys recalled by length of the text and depth of the needle"
@@ -196,12 +198,24 @@ def sizes(inputs: Inputs) -> Section | None:
                 evaluation.label,
                 _integer(checkpoint.get("parameters")) + _ratio(checkpoint, first, "parameters"),
                 _integer(state) + _ratio(checkpoint, first, "state_size"),
-                f"{4 * state / 1024:,.1f} KiB" if isinstance(state, int) else "–",
+                format_bytes(STATE_BYTES * state) if isinstance(state, int) else "–",
+                *_transformer_cache(checkpoint),
             )
         )
         history.extend((evaluation.label, *_record(record)) for record in checkpoint.get("surgery") or [])
-    header = ("checkpoint", "parameters", "numbers in the recurrent state", "state of one sequence, float32")
-    blocks: list[Block] = [Table("Parameters and state sizes", header, tuple(rows))]
+    header = (
+        "checkpoint",
+        "parameters",
+        "numbers in the recurrent state",
+        "state of one sequence, float32",
+        "a Transformer's cache, 16 bit",
+        "its numbers, on average, to those of the state",
+    )
+    yardstick = (
+        "A Transformer of the checkpoint's width and depth keeps a key and a value of full width a layer and token. "
+        "Its cache is told at the context length of the checkpoint's training; on average it is half full."
+    )
+    blocks: list[Block] = [Table("Parameters and state sizes", header, tuple(rows)), Note(yardstick)]
     if history:
         columns = (
             "checkpoint",
@@ -287,6 +301,20 @@ def _verdict(change: Number, more_is_better: bool) -> str:
 
 def _integer(number: Any) -> str:
     return f"{number:,}" if isinstance(number, int) else "–"
+
+
+def _transformer_cache(checkpoint: Mapping[str, Any]) -> tuple[str, str]:
+    """The cache of a Transformer of this width and depth, and its average over the context as a multiple of the state.
+
+    Source: equations 3 and 4 of "Scaling up the State Size of RNN LLMs for Long-Context Scenarios".
+    """
+    per_token, context, state = (checkpoint.get(key) for key in ("transformer_cache", "context_length", "state_size"))
+    if not isinstance(per_token, int):
+        return "not recorded", "–"
+    if not isinstance(context, int):
+        return f"{format_bytes(CACHE_BYTES * per_token)} a token", "–"
+    size = f"{format_bytes(CACHE_BYTES * per_token * context)} at {context:,} tokens"
+    return size, f"×{per_token * context / 2 / state:,.2f}" if isinstance(state, int) and state else "–"
 
 
 def _ratio(checkpoint: Mapping[str, Any], first: Mapping[str, Any], key: str) -> str:

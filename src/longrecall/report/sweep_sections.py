@@ -10,7 +10,7 @@ import numpy as np
 
 from longrecall.report.blocks import Block, Note, Plot, Section, Table
 from longrecall.report.inputs import Inputs
-from longrecall.report.sweep_plots import Map, mqar_maps
+from longrecall.report.sweep_plots import mqar_maps
 from longrecall.report.sweeps import (
     Sweep,
     model_names,
@@ -90,7 +90,7 @@ def mqar(inputs: Inputs) -> Section | None:
         rows.append((title, *numbers, _share(entry.value), _share(published), entry.rate))
     header = ("model", "width", "length", "pairs", _metrics(found), "published", "learning rate")
     plot = Plot(
-        mqar_maps([Map(title, values) for title, values in maps.items()], widths, cells, "mqar"),
+        mqar_maps(maps, widths, cells, "mqar"),
         f"MQAR: {_metrics(found)} in percent, the best over learning rates and weight decays. A name with +R0 has "
         "retrieval in layer 0.",
         "How to read it: a row that pales to the right shows how many pairs a model of this width can hold; a dark map "

@@ -31,9 +31,10 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 _NAME = re.compile(r"step-(\d{8})")
 
 FREE_TO_CHANGE = (
-    "run.output", "run.save_every", "run.keep", "run.log_every", "run.threads", "run.report_to", "model.checkpoint"
+    "run.output", "run.save_every", "run.keep", "run.log_every", "run.threads", "run.report_to", "model.checkpoint",
+    "run.compile",
 )  # fmt: skip
-"""Keys of a recipe that may differ on resume: they do not change the numbers."""
+"""Keys of a recipe that may differ on resume: they change no number beyond the order of float sums."""
 
 
 class Processes(Protocol):

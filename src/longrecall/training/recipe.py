@@ -136,6 +136,8 @@ class RunRecipe:
     """Forward passes in one step."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    compile: bool = False
+    """Run the layers through torch.compile: the first steps take long, the others less; on a CPU it needs g++."""
     seed: int = 0
     """Of everything that is random outside the data."""
     save_every: int = 0
@@ -185,7 +187,11 @@ class Recipe:
             )
         if self.model.dtype == "bfloat16" and self.run.precision == "fp16":
             raise UserError("model.dtype bfloat16 and run.precision fp16 do not go together; use bf16 or float32")
-
+        if self.run.compile and (self.data.reset_documents or self.continues):
+            raise UserError(
+                "run.compile makes code for one shape of a batch, and documents that are kept apart (reset_documents, "
+                "truncated_bptt) change it from batch to batch; switch one of them off"
+            )
         if self.run.steps is not None and self.optimizer.warmup > self.run.steps:
             warmup = f"{self.optimizer.warmup:g} steps"
             raise UserError(f"optimizer.warmup ({warmup}) is longer than run.steps ({self.run.steps})")

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, TrainerCallback, TrainingArguments
 from longrecall.errors import UserError
 from longrecall.models.byte_tokenizer import VOCABULARY, byte_tokenizer
 from longrecall.models.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint
+from longrecall.models.compiling import compiled_layers
 from longrecall.models.loading import materialise, parse_dtype
 from longrecall.surgery.handover import finish_checkpoint, handover_layers
 from longrecall.training.checkpoints import STEPS_FOLDER, SavedRun, disk_errors, find_saved_runs, write_model
@@ -221,7 +222,8 @@ def _train(job: Job, arguments: TrainingArguments) -> None:
     trainer = RecurrentTrainer(job, arguments, callbacks)
     around.attach(trainer)
     try:
-        trainer.train()
+        with compiled_layers(job.model, wanted=job.recipe.run.compile):
+            trainer.train()
     finally:
         around.close()
 

@@ -1,0 +1,174 @@
+"""run.compile and eval --compile: the same losses and answers, exact resume, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longrecall.cli.main import main
+from longrecall.errors import UserError
+from longrecall.evaluation.checkpoint import evaluate_checkpoint
+from longrecall.models import compiling
+from longrecall.models.byte_tokenizer import byte_tokenizer
+from longrecall.models.checkpoint import save
+from longrecall.models.compiling import check_compiler, compiled_layers
+from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.training.recipe import Recipe
+from tests.training.conftest import GLA
+from tests.training.runs import Killed, equal, kill_after, train, weights
+
+MakeRecipe = Callable[..., Recipe]
+
+
+@pytest.fixture(autouse=True)
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trace, and run what was traced: no C++ compiler is needed, and it takes seconds less."""
+    torch.compiler.reset()
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry for each piece of code that the tracer hands over to be compiled."""
+    found: list[str] = []
+
+    def counting(graph: Any, inputs: Any, **options: Any) -> Any:
+        found.append(str(graph.graph))
+        return graph.forward
+
+    monkeypatch.setattr(compiling, "BACKEND", counting)
+    return found
+
+
+@pytest.fixture
+def make_short(make_recipe: MakeRecipe, make_model: Callable[..., RecurrentLM], tmp_path: Path) -> MakeRecipe:
+    """As `make_recipe`: three steps of one GLA layer, because tracing takes a second or more for each layer."""
+    save(make_model(GLA), tmp_path / "one", byte_tokenizer())
+    return lambda *options: make_recipe(f"model.checkpoint={tmp_path / 'one'}", "run.steps=3", *options)
+
+
+def same_losses(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
+    # The same operations; the traced backward adds float32 gradients in another order, over the steps of AdamW.
+    return all(x["loss"] == pytest.approx(y["loss"], rel=1e-4) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+def test_a_compiled_run_trains_the_same(
+    make_short: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: str
+) -> None:
+    """With state passing (a first batch without a state, the others with one) and gradient accumulation."""
+    # The one of the two that traces the backward too, as the real compiler does.
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    option = f"run.gradient_checkpointing={checkpointing}"
+    plain = train(make_short(option, f"run.output={tmp_path / 'plain'}"))
+    assert len(plain) == 3 and same_losses(plain, train(make_short(option, "run.compile=true")))
+    assert weights(tmp_path / "plain" / "final").keys() == weights(tmp_path / "out" / "final").keys()
+
+
+def test_code_is_made_once_for_each_way_to_call_a_layer(
+    make_short: MakeRecipe, tmp_path: Path, compilations: list[str]
+) -> None:
+    train(make_short(f"run.output={tmp_path / 'plain'}"))
+    assert not compilations
+    train(make_short("run.compile=true"))
+    # Once without and once with a state, in a piece or two, and nothing new in the batches after the first two.
+    assert 2 <= len(compilations) <= 4
+
+
+def test_a_compiled_run_resumes_exactly_and_goes_on_without_the_compiler(
+    make_short: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("run.compile=true", "run.save_every=1")
+    whole = train(make_short(*options, f"run.output={tmp_path / 'whole'}"))
+    with monkeypatch.context() as patch:
+        kill_after(patch, 3)
+        with pytest.raises(Killed):
+            train(make_short(*options))
+    shutil.copytree(tmp_path / "out", tmp_path / "plain")
+    assert train(make_short(*options), resume=True) == whole
+    assert equal(weights(tmp_path / "whole" / "final"), weights(tmp_path / "out" / "final"))
+    changed = (f"run.output={tmp_path / 'plain'}", "run.compile=false")
+    assert same_losses(train(make_short(*options, *changed), resume=True), whole)
+
+
+@pytest.mark.parametrize(
+    "apart", ["data.reset_documents=true", "initial_state={kind: truncated_bptt}"], ids=["reset", "tbptt"]
+)
+def test_batches_of_changing_shape_are_refused(make_recipe: MakeRecipe, apart: str) -> None:
+    with pytest.raises(UserError, match=r"run\.compile makes code for one shape"):
+        make_recipe("run.compile=true", apart)
+
+
+def test_the_model_is_as_before_after_the_block(
+    make_model: Callable[..., RecurrentLM], compilations: list[str]
+) -> None:
+    model = make_model()
+    ids = torch.arange(24).view(2, 12)
+    limit = torch._dynamo.config.recompile_limit
+    with pytest.raises(ZeroDivisionError), compiled_layers(model):
+        model(ids)
+        seen = len(compilations)
+        raise ZeroDivisionError
+    assert seen >= 2
+    model(ids[:, :7])
+    assert len(compilations) == seen and torch._dynamo.config.recompile_limit == limit
+
+
+def test_more_shapes_than_the_tracers_own_limit_are_compiled(
+    make_model: Callable[..., RecurrentLM], compilations: list[str]
+) -> None:
+    model = make_model(GLA)
+    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad(), compiled_layers(model):
+        for length in (5, 6, 7, 8):
+            before = len(compilations)
+            model(torch.zeros(1, length, dtype=torch.long))
+            assert len(compilations) > before, length
+
+
+def test_evaluation_gives_the_same_answers(base: Path, tmp_path: Path, compilations: list[str]) -> None:
+    def entries(**options: Any) -> list[dict[str, Any]]:
+        result = evaluate_checkpoint(base, ["passkey"], [128], 4, device="cpu", progress=False, **options)
+        return [{key: row[key] for key in ("cell", "metric", "value", "count")} for row in result["results"]]
+
+    plain = entries()
+    assert not compilations
+    assert entries(compile_layers=True) == plain
+    assert compilations
+
+
+def test_without_a_compiler_the_error_says_what_to_do(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiling, "BACKEND", "inductor")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    command = ["eval", str(base), "--tasks", "passkey", "--lengths", "128", "--samples", "4", "--device", "cpu"]
+    assert main([*command, "--compile"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert 'needs a C++ compiler on a CPU, and "no-such-compiler" is not found' in error and "\n" not in error
+    with pytest.raises(UserError, match="CXX"):
+        check_compiler(torch.device("cpu"))
+
+
+def test_a_growing_search_is_not_compiled(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(base), "--tasks", "passkey", "--search", "1k", "--compile"]) == 2
+    assert "--compile makes code for every length anew" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_real_compiler_trains_the_same(
+    make_short: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "BACKEND", "inductor")
+    try:
+        check_compiler(torch.device("cpu"))
+    except UserError as error:
+        pytest.skip(str(error))
+    plain = train(make_short(f"run.output={tmp_path / 'plain'}"))
+    assert same_losses(plain, train(make_short("run.compile=true")))
