@@ -38,24 +38,13 @@ from torch.nn import functional as F
 
 from longrecall.ops import chunked_generalised
 from longrecall.ops.chunked_linear import STRONGEST_DECAY, chunk_size, segment_chunks
-from longrecall.ops.products import add_product, product, write_product
 from longrecall.ops.shapes import repeat_heads
 
 
 def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor,
-    scale: float,
-    state: Tensor,
-    products: torch.dtype | None = None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor, scale: float, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same contract as `reference.gated_delta_rule`; all tensors in the accumulation dtype.
-
-    `products`: bfloat16 lets products of matrices multiply in it (`products.py`), with one decay per head or none.
-    """
+    """Same contract as `reference.gated_delta_rule`; all tensors in the accumulation dtype."""
     if log_decay is not None and log_decay.dim() == 4:
         return chunked_generalised.gated_delta_rule(q, k, v, log_decay, beta, scale, state)
     heads, length = v.shape[2], v.shape[1]
@@ -66,11 +55,10 @@ def gated_delta_rule(
     size = chunk_size(length)
     # A padded token has no key, no beta and no decay: it leaves the state as it is.
     inputs = tuple(_pad(x, size) for x in (q, k, v, decay[..., None], beta[..., None]))
-    products = products or v.dtype
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, state)):
-        out, final = _GatedDeltaRule.apply(state, scale, size, products, *inputs)
+        out, final = _GatedDeltaRule.apply(state, scale, size, *inputs)
     else:
-        out, final, _ = _forward(inputs, state, scale, size, products, keep=False)
+        out, final, _ = _forward(inputs, state, scale, size, keep=False)
     return (out if out.shape[1] == length else out[:, :length]), final
 
 
@@ -100,12 +88,10 @@ class _Chunks(NamedTuple):
     """a, for both halves of the rows, ``[N, E, 2C, 1]``."""
     decay_out: Tensor
     """w ``[N, E, C, 1]``."""
-    products: torch.dtype
-    """In which matrices are multiplied."""
 
     def scores(self) -> Tensor:
         """[L; M] ``[N, E, 2C, C]``; the diagonal of L is not cleared."""
-        return self.decayed(product(self.rows, self.keys.transpose(2, 3), self.products))
+        return self.decayed(self.rows @ self.keys.transpose(2, 3))
 
     def decayed(self, scores: Tensor) -> Tensor:
         """Multiply both halves of `scores` by D in place."""
@@ -114,14 +100,12 @@ class _Chunks(NamedTuple):
 
 
 class _GatedDeltaRule(torch.autograd.Function):
-    """The whole sequence as one node: state, scale, C, type of products, q, k, v, log decay, beta -> O, final state."""
+    """The whole sequence as one node: state, scale, C, then q, k, v, log decay, beta -> outputs, final state."""
 
     @staticmethod
-    def forward(
-        ctx: Any, state: Tensor, scale: float, size: int, products: torch.dtype, *inputs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        out, final, kept = _forward(inputs, state, scale, size, products, keep=True)
-        ctx.scale, ctx.size, ctx.products = scale, size, products
+    def forward(ctx: Any, state: Tensor, scale: float, size: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        out, final, kept = _forward(inputs, state, scale, size, keep=True)
+        ctx.scale, ctx.size = scale, size
         ctx.save_for_backward(*inputs, *(tensor for segment in kept for tensor in segment))
         return out, final
 
@@ -132,8 +116,8 @@ class _GatedDeltaRule(torch.autograd.Function):
         saved = ctx.saved_tensors
         inputs, flat = saved[:5], saved[5:]
         kept = [_Kept(*flat[i : i + 3]) for i in range(0, len(flat), 3)]
-        d_state, gradients = _backward(inputs, ctx.scale, ctx.size, ctx.products, kept, *grads)
-        return (d_state, None, None, None, *gradients)
+        d_state, gradients = _backward(inputs, ctx.scale, ctx.size, kept, *grads)
+        return (d_state, None, None, *gradients)
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
@@ -160,13 +144,13 @@ def _product(x: Tensor, factor: Tensor | float, out: Tensor) -> None:
 
 
 def _forward(
-    inputs: tuple[Tensor, ...], state: Tensor, scale: float, size: int, products: torch.dtype, keep: bool
+    inputs: tuple[Tensor, ...], state: Tensor, scale: float, size: int, keep: bool
 ) -> tuple[Tensor, Tensor, list[_Kept]]:
     """Outputs, final state, and with `keep` what the backward needs of every segment."""
     out, kept = torch.empty_like(inputs[2], memory_format=torch.contiguous_format), []
     shape, state = state.shape, state.flatten(0, 1)
     for q_n, k_n, v_n, g_n, beta_n, out_n in _segments([_by_chunk(x, size) for x in (*inputs, out)]):
-        chunks = _lay_out(q_n, k_n, g_n, beta_n, scale, products)
+        chunks = _lay_out(q_n, k_n, g_n, beta_n, scale)
         segment = _run(chunks, (v_n * beta_n).flatten(1, 2).contiguous(), state, out_n)
         state = segment.states[-1]
         if keep:
@@ -175,7 +159,7 @@ def _forward(
     return out, state.reshape(shape).clone(), kept
 
 
-def _lay_out(q: Tensor, k: Tensor, log_decay: Tensor, beta: Tensor, scale: float, products: torch.dtype) -> _Chunks:
+def _lay_out(q: Tensor, k: Tensor, log_decay: Tensor, beta: Tensor, scale: float) -> _Chunks:
     """Views ``[N, B, H, C, D]`` of one segment -> what its products need."""
     size = k.shape[3]
     keys, beta, log_decay = (x.flatten(1, 2).contiguous() for x in (k, beta, log_decay))
@@ -192,28 +176,25 @@ def _lay_out(q: Tensor, k: Tensor, log_decay: Tensor, beta: Tensor, scale: float
         decay,
         decay_in=cumulative.exp().repeat(1, 1, 2, 1),
         decay_out=(cumulative[:, :, -1:] - cumulative).exp_(),
-        products=products,
     )
 
 
 def _run(chunks: _Chunks, targets: Tensor, state: Tensor, out: Tensor) -> _Kept:
     """Walk the chunks of a segment. `targets` is beta V and becomes X; `out` is the view that receives O."""
-    count, size, dtype = targets.shape[0], targets.shape[2], chunks.products
+    count, size = targets.shape[0], targets.shape[2]
     scores = chunks.scores()
     inverse = _unit_lower_inverse(scores[:, :, :size])
-    # What stands in more than one product, or is cut up by the loop, is rounded beforehand (in float32 not at all).
     rows, keys = chunks.rows * chunks.decay_in, (chunks.keys * chunks.decay_out).transpose(2, 3)
-    rows, keys, solve = rows.to(dtype), keys.to(dtype), inverse.to(dtype)
     total = chunks.decay_in[:, :, -1:]
     corrections, states = torch.empty_like(targets), state.new_empty((count + 1, *state.shape))
     read = targets.new_empty((*rows.shape[:3], targets.shape[3]))
     states[0] = state
     for n in range(count):
-        write_product(rows[n], states[n], dtype, read[n])
-        write_product(solve[n], targets[n].sub_(read[n, :, :size]), dtype, corrections[n])
+        torch.bmm(rows[n], states[n], out=read[n])
+        torch.bmm(inverse[n], targets[n].sub_(read[n, :, :size]), out=corrections[n])
         torch.mul(states[n], total[n], out=states[n + 1])
-        add_product(keys[n], corrections[n], dtype, states[n + 1])
-    inner = product(scores[:, :, size:], corrections, dtype)
+        states[n + 1].baddbmm_(keys[n], corrections[n])
+    inner = scores[:, :, size:] @ corrections
     torch.add(*(x.unflatten(1, out.shape[1:3]) for x in (inner, read[:, :, size:])), out=out)
     return _Kept(inverse, corrections, states)
 
@@ -226,20 +207,14 @@ def _unit_lower_inverse(lower: Tensor) -> Tensor:
 
 
 def _backward(
-    inputs: tuple[Tensor, ...],
-    scale: float,
-    size: int,
-    products: torch.dtype,
-    kept: list[_Kept],
-    d_out: Tensor,
-    d_final: Tensor,
+    inputs: tuple[Tensor, ...], scale: float, size: int, kept: list[_Kept], d_out: Tensor, d_final: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     """Gradients of the initial state, and of q, k, v, log decay and beta; the segments from last to first."""
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
     views = [_by_chunk(x, size) for x in (*inputs, d_out, *gradients)]
     d_state = d_final.flatten(0, 1)
     for segment, (q, k, v, log_decay, beta, d_o, *out) in zip(reversed(kept), reversed(_segments(views)), strict=True):
-        chunks = _lay_out(q, k, log_decay, beta, scale, products)
+        chunks = _lay_out(q, k, log_decay, beta, scale)
         scores = chunks.scores()
         factors, d_states = _walk_back(chunks, scores[:, :, size:], segment.inverse, d_o, d_state)
         d_rows, d_keys = _rows_and_keys(chunks, segment, factors, d_states)
@@ -266,34 +241,32 @@ def _walk_back(
     chunks: _Chunks, reads: Tensor, inverse: Tensor, d_out: Tensor, d_state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """F ``[N, E, 2C, V]`` and the gradients of the state before every chunk and after the last; `reads` is M."""
-    (count, _, size, _), dtype = reads.shape, chunks.products
+    count, _, size, _ = reads.shape
     rows, keys = (chunks.rows * chunks.decay_in).transpose(2, 3), chunks.keys * chunks.decay_out
-    rows, keys, inverse = rows.to(dtype), keys.to(dtype), inverse.to(dtype).transpose(2, 3)
-    total = chunks.decay_in[:, :, -1:]
+    inverse, total = inverse.transpose(2, 3), chunks.decay_in[:, :, -1:]
     factors = reads.new_empty((count, reads.shape[1], 2 * size, d_out.shape[-1]))
     _product(d_out, 1.0, factors[:, :, size:])
-    d_corrections = product(reads.transpose(2, 3), factors[:, :, size:], dtype)
+    d_corrections = reads.transpose(2, 3) @ factors[:, :, size:]
     d_states = d_state.new_empty((count + 1, *d_state.shape))
     d_states[count] = d_state
     for n in reversed(range(count)):
-        add_product(keys[n], d_states[n + 1], dtype, d_corrections[n])
-        torch.neg(product(inverse[n], d_corrections[n], dtype), out=factors[n, :, :size])
+        d_corrections[n].baddbmm_(keys[n], d_states[n + 1])
+        torch.neg(inverse[n] @ d_corrections[n], out=factors[n, :, :size])
         torch.mul(d_states[n + 1], total[n], out=d_states[n])
-        add_product(rows[n], factors[n], dtype, d_states[n])
+        d_states[n].baddbmm_(rows[n], factors[n])
     return factors, d_states
 
 
 def _rows_and_keys(chunks: _Chunks, segment: _Kept, factors: Tensor, d_states: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of R, and of K without what it owes to R."""
-    size, dtype = chunks.keys.shape[2], chunks.products
-    factors, corrections = factors.to(dtype), segment.corrections.to(dtype)
-    d_scores = chunks.decayed(product(factors, corrections.transpose(2, 3), dtype))
+    size = chunks.keys.shape[2]
+    d_scores = chunks.decayed(factors @ segment.corrections.transpose(2, 3))
     d_scores[:, :, :size].diagonal(dim1=2, dim2=3).zero_()
-    d_rows = product(factors, segment.states[:-1].transpose(2, 3), dtype).mul_(chunks.decay_in)
-    d_keys = product(corrections, d_states[1:].transpose(2, 3), dtype).mul_(chunks.decay_out)
-    d_scores, rows, keys = (x.flatten(0, 1).to(dtype) for x in (d_scores, chunks.rows, chunks.keys))
-    add_product(d_scores, keys, dtype, d_rows.flatten(0, 1))
-    add_product(d_scores.transpose(1, 2), rows, dtype, d_keys.flatten(0, 1))
+    d_rows = (factors @ segment.states[:-1].transpose(2, 3)).mul_(chunks.decay_in)
+    d_keys = (segment.corrections @ d_states[1:].transpose(2, 3)).mul_(chunks.decay_out)
+    d_scores, rows, keys = (x.flatten(0, 1) for x in (d_scores, chunks.rows, chunks.keys))
+    d_rows.flatten(0, 1).baddbmm_(d_scores, keys)
+    d_keys.flatten(0, 1).baddbmm_(d_scores.transpose(1, 2), rows)
     return d_rows, d_keys
 
 

@@ -69,7 +69,7 @@ BACKENDS = {
                 "selective_scan": blocked_scan.selective_scan,
             },
             "matrix products over chunks in plain torch; CPU and GPU, any dtype",
-            low_products=frozenset({"gated_linear_attention", "gated_delta_rule"}),
+            low_products=frozenset({"gated_linear_attention"}),
         ),
         Backend(
             "triton",

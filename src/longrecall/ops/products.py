@@ -4,7 +4,8 @@ The operands of a product are rounded to bfloat16, the CPU adds up in float32, a
 it is returned (there is no other output type on a CPU); sums of products, states, decays and inverses stay in float32.
 A call is taken to ask for no more when its queries, keys or values are bfloat16: every product then has such a rounding
 in it already (layers of a bfloat16 model or under autocast pass some of the three on in float32). In the accumulation
-dtype every function here is the plain product, bit for bit.
+dtype every function here is the plain product, bit for bit. Linear attention uses it; the delta rule's many small
+products gained nothing (benchmarks/results/cpu_ops_amd.json).
 """
 
 from __future__ import annotations
@@ -43,19 +44,3 @@ def einsum_product(equation: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> T
     if dtype != torch.bfloat16:
         return torch.einsum(equation, a, b)
     return torch.einsum(equation, a.to(dtype), b.to(dtype)).float()
-
-
-def write_product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor) -> None:
-    """Write a @ b, each ``[E, rows, columns]``, into the float32 (float64) tensor `out`."""
-    if dtype != torch.bfloat16:
-        torch.bmm(a, b, out=out)
-    else:
-        out.copy_(a.to(dtype) @ b.to(dtype))
-
-
-def add_product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor) -> None:
-    """Add a @ b, each ``[E, rows, columns]``, to the float32 (float64) tensor `out`."""
-    if dtype != torch.bfloat16:
-        out.baddbmm_(a, b)
-    else:
-        out.add_(a.to(dtype) @ b.to(dtype))
