@@ -27,11 +27,6 @@ class JsonLines:
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror or error}; {self._advice}") from error
 
-    @property
-    def is_open(self) -> bool:
-        """Whether lines are written."""
-        return self._file is not None
-
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append the lines; does nothing while the file is not open."""
         if self._file is not None:
