@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from longrecall.models.decoding import captured_segment, captured_step
+from longrecall.models.decoding import captured_segments, captured_step
 from longrecall.models.description import read_description
 from longrecall.models.prefill import read_prompt
 from longrecall.models.recurrent_lm import RecurrentLM
@@ -40,7 +40,7 @@ CONFIGS = Path(__file__).parent.parent / "recipes" / "configs"
 
 def kernels(rows: Rows) -> None:
     """The recurrence kernel of one layer."""
-    from longrecall.ops.triton.decoding import Gate, recurrence
+    from longrecall.ops.triton.decoding_recurrence import Gate, recurrence
 
     rate = copy_rate()
     rows.add("copy", bytes_per_second=rate)
@@ -92,7 +92,7 @@ def prefill_ms(model: RecurrentLM, batch: int, length: int, repeats: int) -> flo
 def captured_prefill_ms(model: RecurrentLM, length: int) -> float:
     """The same for one row as `generate()` reads a long prompt."""
     ids = torch.randint(0, model.config.vocab_size, (1, length), device="cuda")
-    segment = captured_segment(model, 1)
+    segment = captured_segments(model, 1)
     return median_ms(lambda: read_prompt(model, segment, ids, None), repeats=5)
 
 

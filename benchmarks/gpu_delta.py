@@ -116,9 +116,10 @@ def kernels_of_backward(rows: Rows, factor: int, scale: float, tensors: tuple[Te
     from longrecall.ops.triton import delta_rule
 
     final = torch.zeros_like(tensors[-1])
-    delta_rule.backward(scale, tensors, torch.randn_like(v), final)
+    solved = delta_rule.forward(scale, *tensors)[2:]
+    delta_rule.backward(scale, tensors, solved, torch.randn_like(v), final)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        delta_rule.backward(scale, tensors, torch.randn_like(v), final)
+        delta_rule.backward(scale, tensors, solved, torch.randn_like(v), final)
     for event in sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)[:8]:
         rows.add(
             f"backward E={factor} {event.key[:60]}", ms=event.self_device_time_total / 1e3, launches=int(event.count)
@@ -143,10 +144,11 @@ def layers(rows: Rows, size: tuple[int, int], factors: list[int]) -> None:
         for name, rule in peers().items():
 
             def with_peer(layer: Any = layer, x: Tensor = x, rule: Callable = rule) -> Tensor:
-                q, k, v, _ = layer.project(x, None, None)
+                projected = layer.projections(x)
+                q, k, v, _ = layer.heads(projected, x, None, None)
                 q, k = l2_normalise(q.float()).bfloat16(), l2_normalise(k.float()).bfloat16()
-                beta = layer.b_proj(x).float().sigmoid()
-                return layer.output(rule(q, k, layer.share_values(v), layer.log_decay(x), beta)[0], x)
+                beta, decay = projected["b"].float().sigmoid(), layer.log_decay(projected)
+                return layer.output(rule(q, k, layer.share_values(v), decay, beta)[0], projected, x.dtype)
 
             rows.measure(f"layer E={factor} {name}", lambda f=with_peer, x=leaves: timed(f, x))
         del layer, x, leaves, ours

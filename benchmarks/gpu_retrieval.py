@@ -4,8 +4,9 @@
 
 Models of 1.3 to 1.5 billion random bf16 weights: GLA, Mamba-2 and Gated DeltaNet, plain and with retrieval in the
 first, middle and last layer (chunks of 64 tokens, 4 of them a token), and a softmax Transformer of the same size.
-"overhead" is the time over that of the same model without retrieval, less 1. Reading is one forward pass that keeps the
-state, continuing is `generate()` from that state: the choice of the token and the loop around it included.
+"overhead" is the time over that of the same model without retrieval, less 1. Reading is what `generate()` does with a
+prompt: captured segments where the state allows them, one forward pass that keeps the state where not ("captured" says
+which). Continuing is `generate()` from that state: the choice of the token and the loop around it included.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import Any
 import torch
 
 from longrecall.models.config import RecurrentConfig
+from longrecall.models.decoding import read_captured, why_no_graph
 from longrecall.models.description import read_description
+from longrecall.models.prefill import EAGER_FIRST, SEGMENT
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 
@@ -31,7 +34,7 @@ CONFIGS = Path(__file__).parent.parent / "recipes" / "configs"
 LENGTHS = {2048: 10, 8192: 5, 32768: 2, 131072: 1}
 """Tokens of the text, and how often reading it is timed."""
 LONGEST_ATTENTION_REPEATED = 32768
-"""A Transformer reads longer texts once, without a warm-up: that alone takes many seconds."""
+"""A Transformer reads longer texts once, without a warm-up: that takes seconds, and nothing is compiled for it."""
 CONTINUED = 128
 RETRIEVAL = {"type": "retrieval", "chunk": 64, "top_k": 4, "blend": "input", "alpha": 0.5}
 GLA = {"type": "gla", "num_heads": 4, "key_dim": 256, "value_dim": 512}
@@ -73,17 +76,25 @@ class Read:
 
 @torch.inference_mode()
 def reading(model: RecurrentLM, length: int, repeats: int, warmup: int, kept: Read) -> dict[str, Any]:
-    """Median time and peak memory of one row's forward pass."""
+    """Median time and peak memory of reading one row."""
     ids = torch.randint(0, model.config.vocab_size, (1, length), device="cuda")
+    captured = False
 
     def once() -> None:
+        nonlocal captured
         kept.state = None
-        kept.state = model(ids, logits_to_keep=1, use_cache=True).past_key_values
+        found = None if why_no_graph(model) else read_captured(model, ids, None)
+        captured = found is not None
+        kept.state = found[1] if found else model(ids, logits_to_keep=1, use_cache=True).past_key_values
+
+    if length % SEGMENT and why_no_graph(model) is None:
+        # The first rests are read eagerly, the next one is captured.
+        warmup += EAGER_FIRST
 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     milliseconds = median_ms(once, repeats=repeats, warmup=warmup)
-    return {"ms": milliseconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    return {"ms": milliseconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30, "captured": captured}
 
 
 @torch.inference_mode()
@@ -103,8 +114,8 @@ def continuing(model: RecurrentLM, kept: Read) -> dict[str, Any]:
         torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    # The first call captures or compiles what it can, for the same number of tokens.
-    timed(CONTINUED + 1)
+    # The first call captures or compiles what it can; what is captured depends on the number of tokens.
+    timed(2 if why_no_graph(model) else CONTINUED + 1)
     seconds = timed(CONTINUED + 1) - timed(1)
     return {"ms": 1e3 * seconds, "ms_per_token": 1e3 * seconds / CONTINUED}
 
@@ -116,6 +127,7 @@ def measure(rows: Rows, name: str, config: RecurrentConfig, plain: dict[str, flo
     rows.add(f"{name}: size", parameters=sum(p.numel() for p in model.parameters()))
     for length, repeats in LENGTHS.items():
         once = attention and length > LONGEST_ATTENTION_REPEATED
+        began = time.perf_counter()
         for part in ("reading", "continuing"):
 
             def work(
@@ -133,6 +145,7 @@ def measure(rows: Rows, name: str, config: RecurrentConfig, plain: dict[str, flo
                 return values
 
             rows.measure(f"{name}: {part} {'' if part == 'reading' else 'after '}{length}", work)
+        print(f"  {time.perf_counter() - began:.1f} s", flush=True)
         kept.state = None
     model.captured_steps.clear()
 

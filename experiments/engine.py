@@ -20,7 +20,7 @@ from longrecall.training.captured import CapturedStep, capturable_adamw
 from longrecall.training.initial_states import make_initial_state
 from longrecall.training.recipe_states import AnyIntervention
 
-NO_DECAY = ("norm.weight", "bias", "A_log", ".D", "dt_bias", "mixing", "conv.weight")
+NO_DECAY = ("norm.weight", "bias", "A_log", ".D", "dt_bias", "mixing", "conv.weight", "temperature")
 
 
 @dataclass

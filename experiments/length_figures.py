@@ -24,6 +24,8 @@ LOOKS: dict[str, tuple[str, str, Any]] = {
 """Colour, marker and line of each arm: the marker alone tells them apart."""
 LAYERS = (("black", "o", "-"), ("#0053a6", "^", "--"), ("0.55", "s", ":"))
 """The same for the layers, the first one first."""
+SHOWN = (*ILL[:2], "gla_k16:1")
+"""An ill Mamba-2, an ill GLA and, last, the healthy one beside which most figures show them."""
 LONGEST_COPY = 20
 """Letters of the longest string of training."""
 
@@ -47,9 +49,10 @@ def mean_of(rows: list[Row], *path: Any) -> float:
 
 
 def bits_figure(path: Path) -> None:
-    """Bits per byte by position for all arms: the ill Mamba-2, the GLA of the same run."""
-    figure, axes = panels()
-    for axis, model in zip(axes, (ILL, "gla_k16:1"), strict=True):
+    """Bits per byte by position for all arms: ill models and a healthy one, the Mamba-2 on a scale of its own."""
+    figure, axes = panels(len(SHOWN), one_scale=False)
+    axes[1].sharey(axes[2])
+    for axis, model in zip(axes, SHOWN, strict=True):
         record = record_of(model)
         ranges = record["variants"][model]["perplexity"]
         middles = [math.log2((e["start"] + e["end"]) / 2) for e in ranges]
@@ -85,9 +88,9 @@ def head_norms(record: Record, model: str, arm: str) -> list[list[list[float]]]:
 
 
 def state_figure(path: Path) -> None:
-    """Norm of every head's state by position: the ill model before and after passing into text, the GLA before."""
-    figure, axes = panels(3)
-    shown = ((ILL, "before"), (ILL, "state_passing_text"), ("gla_k16:1", "before"))
+    """Norm of every head's state by position: ill models before and after passing into text."""
+    shown = [(model, arm) for model in SHOWN[:-1] for arm in ("before", "state_passing_text")]
+    figure, axes = panels(len(shown))
     for axis, (model, arm) in zip(axes, shown, strict=True):
         record = record_of(model)
         positions = record["variants"][model]["state"]["positions"]
@@ -99,17 +102,17 @@ def state_figure(path: Path) -> None:
                 places = [math.log2(p) for p in positions]
                 axis.plot(places, values, color=colour, marker=marker, ls=line, markersize=3, linewidth=1, label=label)
         axis.set_yscale("log")
-        axis.set_title(f"{model}, {NAMES[arm]}", fontsize=9)
+        axis.set_title(f"{model}\n{NAMES[arm]}", fontsize=9)
         axis.set_xlabel("position (tokens)")
-        positions_axis(axis, positions[3::2])
+        positions_axis(axis, positions[1::4])
     axes[0].set_ylabel("norm of the state over that at 512")
     finish(figure, axes[0], path)
 
 
 def remembrance_figure(path: Path) -> None:
-    """EffRem_4096(t) before and after, with the band over the windows: the ill Mamba-2, the GLA of the same run."""
-    figure, axes = panels()
-    for axis, model in zip(axes, (ILL, "gla_k16:1"), strict=True):
+    """EffRem_4096(t) before and after, with the band over the windows: the ill models and a healthy one."""
+    figure, axes = panels(len(SHOWN))
+    for axis, model in zip(axes, SHOWN, strict=True):
         record = record_of(model)
         starts = [p["t"] for p in record["variants"][model]["remembrance"]]
         chosen = [i for i, t in enumerate(starts) if t]
@@ -132,9 +135,10 @@ def remembrance_figure(path: Path) -> None:
 
 
 def copying_figure(path: Path) -> None:
-    """Right letters by length of the string, with the interval over the seeds: the models trained on copying."""
-    figure, axes = panels(3)
-    for axis, model in zip(axes, ("mamba2_n64", "gla_k16", "gla_k16:1"), strict=True):
+    """Right letters by length of the string, with the interval over the seeds: models trained on it, ill ones last."""
+    shown = ("mamba2_n64", "gla_k16", "gla_k16:1", *ILL[1:])
+    figure, axes = panels(len(shown))
+    for axis, model in zip(axes, shown, strict=True):
         record = record_of(model)
         lengths = [int(n) for n in record["variants"][model]["copying"]]
         places = [math.log2(n) for n in lengths]
@@ -149,7 +153,7 @@ def copying_figure(path: Path) -> None:
                 axis.errorbar(at, means, [t_interval(v)[1] for v in values], fmt="none", ecolor=colour, elinewidth=0.8)
         axis.axvline(math.log2(LONGEST_COPY), color="0.8", linewidth=0.8, zorder=0)
         axis.set_title(model, fontsize=9)
-        axis.set_xticks(places, [str(n) if n != 96 else "" for n in lengths], fontsize=8)
+        axis.set_xticks(places, [str(n) if n not in (40, 96) else "" for n in lengths], fontsize=8)
         axis.set_xlabel("letters of the string")
         axis.set_ylim(0, 1.03)
     axes[0].set_ylabel("share of letters right")

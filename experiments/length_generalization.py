@@ -1,9 +1,10 @@
 """Length generalization: pretrain at 512 tokens until a model falls ill beyond them, then try every intervention.
 
-One small Mamba-2 and one small GLA learn books, recall, copying and stories at a context of 512. Of each family the
-variant whose bits per byte rise most beyond the context goes on; it is post-trained for 2% of its steps from each kind
-of initial state, with three seeds. Before and after: bits per byte by position to 64k tokens, statistics of the state,
-effective remembrance, copying of strings longer than any seen, BABILong-style questions and pass keys by length.
+Small Mamba-2 and GLA models learn books, recall, copying and stories at a context of 512. Of each family (the part of
+a variant's name before its first underscore) the one whose bits per byte rise most beyond the context goes on; it is
+post-trained for 2% of its steps from each kind of initial state, with three seeds. Before and after: bits per byte by
+position to 64k tokens, statistics of the state, effective remembrance, copying of strings longer than any seen,
+BABILong-style questions and pass keys by length.
 Usage: python experiments/length_generalization.py --corpus BOOKS --validation OTHER_BOOKS --out FOLDER
 """
 
@@ -14,8 +15,7 @@ import gc
 import json
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,21 +23,20 @@ import numpy as np
 import torch
 import transformers
 from engine import Plan, Run, train
+from length_tasks import BATCH, KEY_LENGTHS, LENGTH, ROWS, STORY_LENGTHS, Questions, Tasks, Text, make_questions
 from measure import answers_right, passkey_counts
-from mixture import Books, Recall, opened, recall_loader
+from mixture import Books, recall_loader
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
 
 import longrecall
 from longrecall.diagnostics.effective_remembrance import effective_remembrance
 from longrecall.diagnostics.position_perplexity import PositionLosses, position_edges
 from longrecall.diagnostics.state_statistics import StateStatistics, log_positions
 from longrecall.diagnostics.streaming import read
+from longrecall.files import write_text
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.tasks.babilong.task import TASKS, babilong_byte_batch
-from longrecall.tasks.copying import copying_byte_batch
 from longrecall.training.recipe_states import (
     AnyIntervention,
     FittedNoiseRecipe,
@@ -46,14 +45,8 @@ from longrecall.training.recipe_states import (
     TruncatedBpttRecipe,
 )
 
-LENGTH = 512
-BATCH = 32
-ROWS = (10, 14, 4, 2, 2)
-"""Rows of a batch: books, phone books, pass keys, strings to copy, stories."""
-COPY_LENGTHS = (8, 20, 40, 64, 96, 128)
-STORY_LENGTHS = (512, 1024, 2048, 4096, 8192)
-KEY_LENGTHS = (512, 1024, 2048, 4096)
-FORM_FEED = 12
+PRETRAINING_SHARE = 0.4
+"""Of the time, where it is limited."""
 
 
 def mamba2(state_dim: int, groups: int) -> dict:
@@ -63,7 +56,7 @@ def mamba2(state_dim: int, groups: int) -> dict:
 
 
 def gla(key_dim: int, divisor: float) -> dict:
-    """128 wide, 3 layers, 4 heads; a larger divisor of the gate forgets more slowly."""
+    """128 wide, 3 layers, 4 heads; a fresh gate keeps half of the state for `divisor` tokens."""
     mixer = {"type": "gla", "num_heads": 4, "key_dim": key_dim, "value_dim": 32, "conv_width": 4}
     return {"hidden_size": 128, "layers": [{"mixer": mixer | {"gate_divisor": divisor}, "mlp_size": 320}] * 3}
 
@@ -75,79 +68,19 @@ VARIANTS = {
     "mamba2_n64": mamba2(64, 1),
     "gla_k16": gla(16, 16.0),
     "gla_k32_slow": gla(32, 128.0),
+    "slow_gla_k16": gla(16, 4096.0),
+    "slow_gla_k32": gla(32, 4096.0),
 }
 
 
-class Tasks(IterableDataset):
-    """The rows that are no books: phone books and pass keys (`Recall`), copying, stories; by (seed, step) alone."""
-
-    def __init__(self, seed: int, steps: int, rows: tuple[int, ...], ramp: float, early: int) -> None:
-        books, phonebooks, keys, self.copies, self.stories = rows
-        self.seed, self.steps = seed, steps
-        easy = phonebooks + books // 2
-        self.recall = Recall(seed, steps, LENGTH, phonebooks, keys, ramp=ramp, early=early, early_phonebooks=easy)
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        worker = get_worker_info()
-        first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        for step in range(first, self.steps, stride):
-            yield self.batch(step)
-
-    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids and labels ``[rows, 512]`` of one step."""
-        g = np.random.Generator(np.random.PCG64([17, self.seed, step]))
-        parts = [
-            self.recall.batch(step),
-            opened(*copying_byte_batch(g, self.copies, LENGTH - 1)),
-            opened(*babilong_byte_batch(g, self.stories, LENGTH - 1, questions=3)),
-        ]
-        return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
-
-
-class Text:
-    """Rows of books: excerpts from anywhere, or rows that go on where they stopped, each inside one document."""
-
-    def __init__(self, books: Books, rows: int, seed: int, steps: int, continued: bool) -> None:
-        self.books, self.continued = books, continued
-        self.generator = torch.Generator(device=books.data.device).manual_seed(seed)
-        if continued:
-            need = steps * LENGTH + 1
-            ends = [*(books.data == FORM_FEED).nonzero()[:, 0].tolist(), len(books.data)]
-            spans = [(a + 1, b) for a, b in zip([-1, *ends[:-1]], ends, strict=True) if b - a > need]
-            draw = np.random.Generator(np.random.PCG64([19, seed]))
-            chosen = [spans[i] for i in draw.integers(len(spans), size=rows)]
-            self.starts = torch.tensor([int(draw.integers(a, b - need)) for a, b in chosen], device=books.data.device)
-
-    def take(self, step: int, rows: int) -> Tensor:
-        """int64 ``[rows, 512]``."""
-        if not self.continued:
-            return self.books.crops(self.generator, rows, LENGTH)
-        at = self.starts[:, None] + step * LENGTH + torch.arange(LENGTH, device=self.starts.device)
-        return self.books.data[at].long()
-
-
-@dataclass
-class Questions:
-    """Everything that is asked, made once for all models."""
-
-    text: np.ndarray
-    copies: dict[int, tuple[np.ndarray, np.ndarray]]
-    stories: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]]
-
-
-def make_questions(validation: Books, longest: int, count: int) -> Questions:
-    """Windows of unseen books, strings to copy and stories, by length."""
-    generator = torch.Generator(device=validation.data.device).manual_seed(0)
-    text = validation.crops(generator, 16, longest + 1).cpu().numpy()
-    g = np.random.Generator(np.random.PCG64(23))
-    copies = {n: opened(*copying_byte_batch(g, count, 2 * n + 3, (n, n))) for n in COPY_LENGTHS}
-    stories = {
-        (task, n): opened(*babilong_byte_batch(g, max(8, count // 4), n - 1, (task,)))
-        for task in TASKS
-        for n in STORY_LENGTHS
-        if n <= longest
-    }
-    return Questions(text, copies, stories)
+def fresh(variant: str) -> RecurrentLM:
+    """A fresh model of ``name:seed`` on the CPU."""
+    name, _, seed = variant.partition(":")
+    torch.manual_seed(int(seed))
+    config = RecurrentConfig(
+        context_length=LENGTH, bos_token_id=256, eos_token_id=256, pad_token_id=257, **VARIANTS[name]
+    )
+    return RecurrentLM(config)
 
 
 def shares(model: RecurrentLM, ids: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
@@ -217,8 +150,8 @@ class Experiment:
         self.args = args
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.backends.cuda.matmul.allow_tf32 = True
+        self.began, self.seed_seconds = time.time(), 0.0
         self.corpus, validation = Books(args.corpus, self.device), Books(args.validation, self.device)
-        self.began = time.time()
         self.questions = make_questions(validation, args.longest, args.count)
         self.say("questions made")
         skipped = ("corpus", "validation", "out", "workers", "weights")
@@ -235,20 +168,19 @@ class Experiment:
             "results": [],
         }
 
+    def clock(self) -> float:
+        """Seconds since the start."""
+        return time.time() - self.began
+
     def say(self, text: str) -> None:
-        print(f"{time.time() - self.began:6.0f} s  {text}", flush=True)
+        print(f"{self.clock():6.0f} s  {text}", flush=True)
 
     def save(self) -> None:
-        (self.args.out / "length_generalization.json").write_text(json.dumps(self.record, indent=1))
+        write_text(self.args.out / "length_generalization.json", json.dumps(self.record, indent=1))
 
     def build(self, variant: str) -> RecurrentLM:
-        """A fresh model of ``name:seed``."""
-        name, _, seed = variant.partition(":")
-        torch.manual_seed(int(seed))
-        config = RecurrentConfig(
-            context_length=LENGTH, bos_token_id=256, eos_token_id=256, pad_token_id=257, **VARIANTS[name]
-        )
-        return RecurrentLM(config).to(self.device)
+        """`fresh` on the device."""
+        return fresh(variant).to(self.device)
 
     def weights(self, variant: str) -> dict[str, Tensor]:
         """The pretrained weights of ``name:seed``: those of an earlier run, or those of this one."""
@@ -257,9 +189,16 @@ class Experiment:
         return load_file(earlier if earlier.exists() else self.args.out / stem)
 
     def run(
-        self, plans: list[tuple[RecurrentLM, Plan]], steps: int, seed: int, ramp: float, early: int, continued: bool
+        self,
+        plans: list[tuple[RecurrentLM, Plan]],
+        steps: int,
+        seed: int,
+        ramp: float,
+        early: int,
+        continued: bool,
+        until: float | None = None,
     ) -> list[Run]:
-        """Train models side by side on the same batches."""
+        """Train models side by side on the same batches; `until`: the second at which to be done, with fewer steps."""
         rows = self.args.rows
         ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device=self.device)
         labels, text = ids.clone(), torch.arange(BATCH) < rows[0]
@@ -272,11 +211,33 @@ class Experiment:
             excerpts = books.take(step, BATCH - len(made[0]))
             return torch.cat([excerpts, made[0]]), torch.cat([excerpts, made[1]])
 
-        train(runs, steps, next_batch, ids, labels)
+        def forward(first: int, end: int) -> None:
+            train(runs, end, next_batch, ids, labels, first=first)
+
+        done = 0 if until is None else self.plateau(runs, forward, until)
+        forward(done, runs[0].steps)
         return runs
 
+    def plateau(self, runs: list[Run], forward: Callable[[int, int], None], until: float) -> int:
+        """Train at the peak rate for the share --hold of the steps or of the time, whichever is over first.
+
+        What was done is that share of the steps then: the runs' `steps` are set so. Returns the steps done.
+        """
+        hold, began = self.args.hold, self.clock()
+        end, most = began + hold * (until - began), int(hold * runs[0].steps)
+        done = 0
+        while done < most and (done == 0 or self.clock() < end):
+            # Each call waits for the GPU, or the clock would run behind it.
+            forward(done, min(done + 50, most))
+            done = min(done + 50, most)
+        if done < most:
+            for run in runs:
+                run.steps = max(done + 1, round(done / hold))
+        self.say(f"{done} steps at the peak rate; {runs[0].steps} in all")
+        return done
+
     def pretrain(self) -> dict[str, str]:
-        """Pretrain every variant that no earlier run left; return the illest of each family."""
+        """Pretrain every variant that no earlier run left and measure all; return the bases of post-training."""
         args = self.args
         models = {variant: self.build(variant) for variant in args.variants}
         fresh = []
@@ -288,19 +249,29 @@ class Experiment:
         if fresh:
             plan = {"warmup": 200, "hold": args.hold, "compiled": args.compiled}
             plans = [(models[v], Plan(v, args.learning_rate, **plan)) for v in fresh]
-            self.run(plans, args.steps, 0, 0.4, args.early, False)
-        worst: dict[str, str] = {}
+            until = None if args.seconds is None else PRETRAINING_SHARE * args.seconds
+            runs = self.run(plans, args.steps, 0, 0.4, args.early, False, until)
+            # The recall grows harder by the planned number.
+            self.record["settings"] |= {"steps": runs[0].steps, "planned_steps": args.steps}
+            self.say("pretrained: " + " ".join(f"{run.plan.name} {run.loss.item():.3f}" for run in runs))
+            for run in runs:
+                run.captured.release()
+        for variant, model in models.items():
+            weights = {n: t.cpu().contiguous() for n, t in model.state_dict().items() if n != "lm_head.weight"}
+            save_file(weights, args.out / f"{variant.replace(':', '-')}.safetensors")
         for variant, model in models.items():
             row = {"pretrained_here": variant in fresh, **measure(model, self.questions, args.keys)}
             self.record["variants"][variant] = row
+            self.save()
             self.say(f"{variant} ({model.state_size()}) rise {rise(row):.3f} {brief(row)}")
-            weights = {n: t.cpu().contiguous() for n, t in model.state_dict().items() if n != "lm_head.weight"}
-            save_file(weights, args.out / f"{variant.replace(':', '-')}.safetensors")
-            family = variant.split("_")[0]
-            if family not in worst or rise(row) > rise(self.record["variants"][worst[family]]):
-                worst[family] = variant
-        self.save()
-        return worst
+        return self.bases()
+
+    def bases(self) -> dict[str, str]:
+        """The illest variant of each family by its name, or the --bases illest of all, the illest first."""
+        ordered = sorted(self.record["variants"], key=lambda name: -rise(self.record["variants"][name]))
+        if self.args.bases:
+            return {name: name for name in ordered[: self.args.bases]}
+        return {name.split("_")[0]: name for name in reversed(ordered)}
 
     def interventions(self, base: dict) -> dict[str, AnyIntervention | None]:
         """The arms; plain noise has the mean deviation that the base's states have after a training length."""
@@ -316,43 +287,44 @@ class Experiment:
             "truncated_bptt": TruncatedBpttRecipe(),
         }
 
+    def time_for(self, seeds: int) -> bool:
+        """Whether so many seeds of post-training would end in time, each as slow as the slowest so far."""
+        return self.args.seconds is None or self.clock() + seeds * self.seed_seconds < self.args.seconds
+
     def post_train(self, name: str) -> None:
-        """Every intervention on one base, seed by seed."""
-        args, base = self.args, self.record["variants"][name]
-        steps = args.post_steps or max(1, args.steps // 50)
-        start = self.weights(name)
-        for seed in range(args.seeds):
+        """Every intervention on one base, seed by seed; a later base only if there is time for all of its seeds."""
+        if self.record["results"] and not self.time_for(self.args.seeds):
+            self.say(f"no time left for {name}")
+            return
+        for seed in range(self.args.seeds):
+            if not self.time_for(1):
+                self.say(f"no time left for {name} seed {seed}")
+                return
+            began = self.clock()
             for continued in (False, True):
-                plans = []
-                for arm, recipe in self.interventions(base).items():
-                    if (arm == "truncated_bptt") != continued:
-                        continue
-                    model = self.build(name)
-                    model.load_state_dict(start, strict=False)
-                    plan = Plan(
-                        arm,
-                        args.post_rate,
-                        warmup=max(1, steps // 10),
-                        seed=seed,
-                        initial=recipe,
-                        compiled=args.compiled,
-                    )
-                    plans.append((model, plan))
-                runs = self.run(plans, steps, 1000 + seed, 0.0, 0, continued)
-                for run in runs:
-                    run.captured.release()
-                    row = {
-                        "model": name,
-                        "arm": run.plan.name,
-                        "seed": seed,
-                        **measure(run.model, self.questions, args.keys),
-                    }
-                    self.record["results"].append(row)
-                    self.say(f"{name} {run.plan.name} seed {seed} rise {rise(row):.3f} {brief(row)}")
-                self.save()
-                del runs, run, plans
-                gc.collect()
-                torch.cuda.empty_cache()
+                self.post_train_seed(name, seed, continued)
+            self.seed_seconds = max(self.seed_seconds, self.clock() - began)
+
+    def post_train_seed(self, name: str, seed: int, continued: bool) -> None:
+        """The arms that read fresh excerpts, or the one whose rows go on where they stopped (`continued`)."""
+        args, base, start = self.args, self.record["variants"][name], self.weights(name)
+        steps = args.post_steps or max(1, self.record["settings"]["steps"] // 50)
+        plans = []
+        for arm, recipe in self.interventions(base).items():
+            if (arm == "truncated_bptt") == continued:
+                model = self.build(name)
+                model.load_state_dict(start, strict=False)
+                plan = {"warmup": max(1, steps // 10), "seed": seed, "initial": recipe, "compiled": args.compiled}
+                plans.append((model, Plan(arm, args.post_rate, **plan)))
+        for run in self.run(plans, steps, 1000 + seed, 0.0, 0, continued):
+            run.captured.release()
+            row = {"model": name, "arm": run.plan.name, "seed": seed, **measure(run.model, self.questions, args.keys)}
+            self.record["results"].append(row)
+            self.save()
+            self.say(f"{name} {run.plan.name} seed {seed} rise {rise(row):.3f} {brief(row)}")
+        del run, plans
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -374,16 +346,22 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=256, help="strings to copy; a quarter as many stories")
     parser.add_argument("--keys", type=int, default=256)
     parser.add_argument("--compiled", action="store_true", help="fuse the layers: twice as fast, a slower start")
+    parser.add_argument(
+        "--bases", type=int, help="post-train so many of the illest; default: the illest of each family"
+    )
+    parser.add_argument("--seconds", type=float, help="end by then: fewer steps, fewer bases; needs --hold")
     parser.add_argument("--pretrain-only", action="store_true")
     parser.add_argument("--workers", type=int, default=12)
     args = parser.parse_args()
+    if args.seconds is not None and not 0 < args.hold < 1:
+        parser.error("--seconds needs a --hold between 0 and 1: the length of the plateau sets the number of steps")
     args.out.mkdir(parents=True, exist_ok=True)
     experiment = Experiment(args)
-    worst = experiment.pretrain()
-    experiment.record["base"] = worst
+    bases = experiment.pretrain()
+    experiment.record["base"] = bases
     experiment.save()
     if not args.pretrain_only:
-        for name in worst.values():
+        for name in bases.values():
             experiment.post_train(name)
 
 

@@ -22,9 +22,9 @@ STYLE = {
 }
 
 
-def panels(count: int = 2) -> tuple[Any, Any]:
-    """A figure of panels with one scale."""
-    figure, axes = plt.subplots(1, count, figsize=(7.6, 3.3), sharey=True)
+def panels(count: int = 2, one_scale: bool = True) -> tuple[Any, Any]:
+    """A figure of panels side by side, with one scale or one each."""
+    figure, axes = plt.subplots(1, count, figsize=(7.6, 3.3), sharey=one_scale)
     for axis in axes:
         axis.grid(axis="y", color="0.9", linewidth=0.6)
     return figure, axes

@@ -1,4 +1,4 @@
-"""Turn the two runs of length_generalization.py into the tables of docs/length_generalization.md and its figures.
+"""Turn the three runs of length_generalization.py into the tables of docs/length_generalization.md and its figures.
 
 Usage: python experiments/report_length_generalization.py            rewrites the tables and the figures
        python experiments/report_length_generalization.py --check    changes nothing; exit code 1 when a table is stale
@@ -21,10 +21,22 @@ from pages import number, read, signed_with_error, t_interval, table
 Record = dict[str, Any]
 Row = dict[str, Any]
 
-RUNS = {"first": "length_generalization_healthy.json", "second": "length_generalization.json"}
-MODELS = {"mamba2_n4:6": "second", "gla_k16:1": "second", "mamba2_n64": "first", "gla_k16": "first"}
+RUNS = {
+    "first": "length_generalization_healthy.json",
+    "second": "length_generalization.json",
+    "third": "length_generalization_gla.json",
+}
+MODELS = {
+    "mamba2_n4:6": "second",
+    "slow_gla_k32:0": "third",
+    "slow_gla_k16:0": "third",
+    "gla_k16:1": "second",
+    "mamba2_n64": "first",
+    "gla_k16": "first",
+}
 """The post-trained models and the run that has them."""
-ILL = "mamba2_n4:6"
+ILL = ("mamba2_n4:6", "slow_gla_k32:0", "slow_gla_k16:0")
+"""Those that are ill, each with tables of its own."""
 ARMS = ("zero", "noise", "fitted_noise", "state_passing", "state_passing_text", "truncated_bptt")
 NAMES = {
     "before": "before",
@@ -165,7 +177,7 @@ def healthy_table() -> str:
     """The other models: plain continued training, and what every intervention adds to it."""
     lines = []
     for model in MODELS:
-        if model != ILL:
+        if model not in ILL:
             plain = rows_of(record_of(model), model, "zero")
             lines.append([model, NAMES["zero"], *(level(plain, name) for name in DIFFERENCES)])
             lines += [[model, f"{NAMES[arm]} − zero", *shown_differences(model, arm)] for arm in ARMS[1:]]
@@ -213,11 +225,11 @@ def state_table(model: str) -> str:
 
 
 def remembrance_table() -> str:
-    """EffRem_4096(t): the ill model before and after every arm, and the others before."""
+    """EffRem_4096(t): the ill models before and after every arm, and the others before."""
     lines = []
     for model in MODELS:
         record = record_of(model)
-        for arm in ("before", *ARMS) if model == ILL else ("before",):
+        for arm in ("before", *ARMS) if model in ILL else ("before",):
             rows = rows_of(record, model, arm)
             cells = []
             for start in STARTS:
@@ -242,11 +254,14 @@ def stories_table() -> str:
 
 def tables() -> dict[str, str]:
     """Every table of the page by the name in its marker."""
-    return {
-        "models": models_table(),
-        f"state of {ILL}": state_table(ILL),
-        f"levels of {ILL}": levels_table(ILL),
-        f"against zero of {ILL}": against_table(ILL),
+    found = {"models": models_table()}
+    for model in ILL:
+        found |= {
+            f"state of {model}": state_table(model),
+            f"levels of {model}": levels_table(model),
+            f"against zero of {model}": against_table(model),
+        }
+    return found | {
         "healthy": healthy_table(),
         "remembrance": remembrance_table(),
         "stories": stories_table(),

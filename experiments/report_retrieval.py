@@ -4,8 +4,10 @@ Usage: python experiments/report_retrieval.py            rewrites what stands be
        python experiments/report_retrieval.py --check    changes nothing; exit code 1 when a table is out of date
 
 The table is that of the RESONA paper. A cell is a mixer, a place of the retrieval layer (None = none), a length and a
-width: one run each, so no number here has an interval. A run ends at `STOP`; a cell whose run was still going when the
-time was up, or had not begun, says so.
+width: one run each, so no number here has an interval. Where the `calls` of the file have `again`, a cell has several:
+it shows the best of them, as the paper does, and a table names them all. A run ends at `STOP`. A cell whose run was
+still going when the time was up shows the best accuracy of an evaluation until then and the epochs; one that had not
+begun says so. The MAD suite and the mixers of `OURS` have their tables as soon as their files are there.
 """
 
 from __future__ import annotations
@@ -16,20 +18,27 @@ from collections.abc import Mapping
 from typing import Any
 
 import pages
+from join_sweeps import runs_again, runs_by_key
 from pages import number, read, table
 
-from longrecall.report.sweeps import published_mqar
-from longrecall.tasks.published import RESONA_LENGTHS, RESONA_WIDTHS
+from longrecall.report.sweeps import published_mad, published_mqar
+from longrecall.tasks.published import RESONA_LENGTHS, RESONA_TABLE_1_COLUMNS, RESONA_WIDTHS
 
 PRESENT = "mqar_table11.json"
 BEFORE = "mqar_table11_without_runners_up.json"
+OURS = "mqar_ours.json"
+MAD = "mad_baseline.json"
 TIMINGS = pages.HERE.parent / "benchmarks" / "results" / "gpu_retrieval.json"
 MIXERS = ("base_conv", "h3", "hyena", "rwkv5", "mamba", "mamba2")
 LAYERS = (0, 2)
+OUR_MIXERS = ("gla", "gated_delta_net", "gated_delta_net_e4")
+MAD_MIXERS = ("mamba", "mamba2", "rwkv5", "gla", "gated_delta_net")
 REACHED = 0.999
 """Accuracy that the page counts; `STOP` ends a run."""
 STOP = 0.9995
+NOT_RUN = "not run"
 EPOCHS = {"1 epoch": range(1, 2), "2": range(2, 3), "3–5": range(3, 6), "6–24": range(6, 25)}
+NEVER = "never"
 MODELS = {"gla_1.3b": "GLA", "mamba2_1.3b": "Mamba-2", "gated_delta_net_1.5b": "Gated DeltaNet"}
 PAPER_PREFILL = {
     2048: {"GLA": (37, 46), "Mamba": (45, 52), "DeltaNet": (53, 64)},
@@ -46,27 +55,57 @@ Cell = tuple[str, int | None, int, int]
 Row = Mapping[str, Any]
 
 
+def cell_of(model: Mapping[str, Any], settings: Mapping[str, Any]) -> Cell:
+    """The place of a run in the table."""
+    layer = None if model["retrieval"] is None else model["retrieval"]["layer"]
+    return model["mixer"], layer, settings["length"], model["hidden_size"]
+
+
+def again_keys(file: str) -> set[str]:
+    """The keys of the further runs of cells that have another."""
+    calls = read(file).get("calls", {})
+    return {spec.key for spec in runs_again(calls)} if "again" in calls else set()
+
+
 def rows_of(file: str) -> dict[Cell, Row]:
-    """The rows of one recorded sweep by (mixer, layer with retrieval, length, width)."""
+    """The rows of one recorded sweep by (mixer, layer with retrieval, length, width), without further runs."""
     found: dict[Cell, Row] = {}
+    further = again_keys(file)
     for row in read(file)["rows"]:
-        model = row["model"]
-        layer = None if model["retrieval"] is None else model["retrieval"]["layer"]
-        cell = (model["mixer"], layer, row["settings"]["length"], model["hidden_size"])
+        cell = cell_of(row["model"], row["settings"])
+        if row.get("key") in further:
+            continue
         if cell in found:
             raise ValueError(f"{file}: two rows of {cell}")
         found[cell] = row
     return found
 
 
-def left() -> dict[Cell, str]:
-    """What became of the cells with retrieval that have no row."""
-    words = {"cut_off": "cut off", "not_started": "not run"}
-    return {
-        (cell["mixer"], cell["layer"], cell["length"], cell["width"]): words[state]
-        for state, cells in read(PRESENT)["left"].items()
-        for cell in cells
-    }
+def best_rows(file: str) -> dict[Cell, Row]:
+    """The same with the best of all rows of a cell; of equal ones the sweep's own."""
+    found, further = rows_of(file), again_keys(file)
+    for row in read(file)["rows"]:
+        cell = cell_of(row["model"], row["settings"])
+        if row.get("key") in further and (cell not in found or row["accuracy"] > found[cell]["accuracy"]):
+            found[cell] = row
+    return found
+
+
+def stopped(file: str = PRESENT) -> dict[Cell, Row]:
+    """The cells whose best run was in training when the time was up: its epochs and its best accuracy."""
+    return {(c["mixer"], c["layer"], c["length"], c["width"]): c for c in read(file)["left"]["cut_off"]}
+
+
+def until_then(run: Row, digits: int = 4) -> str:
+    """What is known of a run that was stopped; in its first epoch it was not evaluated."""
+    known = f"{share(run['accuracy'], digits)}, " if run["epochs"] >= 1 else ""
+    return f"{known}cut off at {number(run['epochs'], digits=1)}"
+
+
+def outcomes(file: str) -> dict[Cell, str]:
+    """The accuracy of each cell that ended, and what is known of each that was stopped."""
+    ended = {cell: share(row["accuracy"]) for cell, row in best_rows(file).items()}
+    return ended | {cell: until_then(run) for cell, run in stopped(file).items()}
 
 
 def grid(layers: tuple[int | None, ...] = LAYERS) -> list[Cell]:
@@ -74,68 +113,104 @@ def grid(layers: tuple[int | None, ...] = LAYERS) -> list[Cell]:
     return [(m, i, length, d) for m in MIXERS for i in layers for length in RESONA_LENGTHS for d in RESONA_WIDTHS]
 
 
-def share(value: float) -> str:
-    """An accuracy to four decimals, cut off and not rounded: what falls short of 1 shows."""
-    return number(int(value * 10_000 + 1e-6) / 10_000, digits=4)
+def share(value: float, digits: int = 4) -> str:
+    """An accuracy to some decimals, cut off and not rounded: what falls short of 1 shows."""
+    return number(int(value * 10**digits + 1e-6) / 10**digits, digits=digits)
 
 
 def retrieval_table() -> str:
     """Accuracy in every cell with retrieval; the paper has 1.000 in all of them."""
-    rows, states = rows_of(PRESENT), left()
-    lines = []
-    for mixer in MIXERS:
+    return accuracies(PRESENT, MIXERS, LAYERS)
+
+
+def accuracies(file: str, mixers: tuple[str, ...], layers: tuple[int | None, ...]) -> str:
+    """A line for each mixer and length, a column for each place of the layer and width."""
+    found, lines = outcomes(file), []
+    for mixer in mixers:
         for length in RESONA_LENGTHS:
-            cells = [(mixer, layer, length, width) for layer in LAYERS for width in RESONA_WIDTHS]
-            lines.append([mixer, str(length), *(share(rows[c]["accuracy"]) if c in rows else states[c] for c in cells)])
-    heads = [f"layer {layer}, d {width}" for layer in LAYERS for width in RESONA_WIDTHS]
+            cells = [(mixer, layer, length, width) for layer in layers for width in RESONA_WIDTHS]
+            lines.append([mixer, str(length), *(found.get(cell, NOT_RUN) for cell in cells)])
+    places = {layer: "none" if layer is None else f"layer {layer}" for layer in layers}
+    heads = [f"{places[layer]}, d {width}" for layer in layers for width in RESONA_WIDTHS]
     return table(["mixer", "L", *heads], lines)
 
 
 def counts_table() -> str:
     """How many cells with retrieval were run, by width and layer."""
-    rows, states = rows_of(PRESENT), left()
+    open_runs = stopped()
+    rows = {cell: row for cell, row in best_rows(PRESENT).items() if cell not in open_runs}
     lines = []
     for width, layer in [(w, i) for w in RESONA_WIDTHS for i in LAYERS] + [(None, None)]:
         cells = [c for c in grid() if width is None or (c[1], c[3]) == (layer, width)]
         ended = [c for c in cells if c in rows]
-        reached = sum(rows[c]["accuracy"] >= REACHED for c in ended)
-        open_cells = [sum(states.get(c) == word for c in cells) for word in ("cut off", "not run")]
+        cut_off = [c for c in cells if c in open_runs]
+        known = [[rows[c] for c in ended], [open_runs[c] for c in cut_off]]
+        reached = [sum(run["accuracy"] >= REACHED for run in runs) for runs in known]
+        counts = (len(cells), sum(reached), len(ended), reached[0], len(cut_off), reached[1])
         names = ["all", ""] if width is None else [str(width), str(layer)]
-        lines.append([*names, *map(str, (len(cells), len(ended), reached, *open_cells))])
-    return table(["d", "layer", "cells", "ended", f"at {number(REACHED)}", "cut off", "not run"], lines)
+        lines.append([*names, *map(str, (*counts, len(cells) - len(ended) - len(cut_off)))])
+    head = ["d", "layer", "cells", f"at {number(REACHED)}", "ended", "of them", "cut off", "of them", "not run"]
+    return table(head, lines)
 
 
-def plain(row: Row | None, mixer: str, length: int, width: int) -> tuple[str, str]:
-    """(ours, published) accuracy of a cell without retrieval."""
+def published(mixer: str, length: int, width: int) -> str:
+    """The paper's accuracy in a cell without retrieval."""
     model = {"mixer": mixer, "hidden_size": width, "layers": 4, "retrieval": None}
-    published = published_mqar(model, {"length": length, "pairs": length // 16})
-    if published is None:
+    found = published_mqar(model, {"length": length, "pairs": length // 16})
+    if found is None:
         raise ValueError(f"nothing is published for {mixer}, length {length}, width {width}")
-    return "not run" if row is None else number(row["accuracy"]), number(published)
+    return number(found)
+
+
+def plain_outcomes() -> dict[Cell, str]:
+    """Our accuracy in the cells without retrieval that were run."""
+    ended = {cell: number(row["accuracy"]) for cell, row in rows_of(PRESENT).items() if cell[1] is None}
+    return {cell: until_then(run, 3) for cell, run in stopped().items() if cell[1] is None} | ended
 
 
 def baselines_table() -> str:
     """Accuracy without retrieval, ours and the paper's."""
-    rows = rows_of(PRESENT)
+    ours = plain_outcomes()
     lines = []
     for mixer in MIXERS:
         for length in RESONA_LENGTHS:
-            cells = [plain(rows.get((mixer, None, length, width)), mixer, length, width) for width in RESONA_WIDTHS]
-            lines.append([mixer, str(length), *(" / ".join(cell) for cell in cells)])
+            mine = [ours.get((mixer, None, length, width), NOT_RUN) for width in RESONA_WIDTHS]
+            theirs = [published(mixer, length, width) for width in RESONA_WIDTHS]
+            lines.append([mixer, str(length), *map(" / ".join, zip(mine, theirs, strict=True))])
     return table(["mixer", "L", *(f"d {width}" for width in RESONA_WIDTHS)], lines)
 
 
 def epochs_table() -> str:
-    """Epochs until the end of a run, and the steps of the slowest."""
+    """Epochs until a run reached `STOP`, how many never did, and the steps of the slowest that did."""
     rows = rows_of(PRESENT)
     lines = []
     for mixer in MIXERS:
         for layer in LAYERS:
             found = [rows[c] for c in grid() if c[:2] == (mixer, layer) and c in rows]
-            shown = [str(sum(row["epochs"] in epochs for row in found)) for epochs in EPOCHS.values()]
-            steps = [row["reached_at_step"] for row in found]
-            lines.append([mixer, str(layer), str(len(found)), *shown, f"{max(steps):,}"])
-    return table(["mixer", "layer", "runs", *EPOCHS, "most steps"], lines)
+            ended = [row for row in found if row["reached_at_step"] is not None]
+            shown = [str(sum(row["epochs"] in epochs for row in ended)) for epochs in EPOCHS.values()]
+            steps = max(row["reached_at_step"] for row in ended)
+            lines.append([mixer, str(layer), str(len(found)), *shown, str(len(found) - len(ended)), f"{steps:,}"])
+    return table(["mixer", "layer", "runs", *EPOCHS, NEVER, "most steps"], lines)
+
+
+def again_table() -> str:
+    """Every run of the cells that have several: the sweep's own and the further ones."""
+    record = read(PRESENT)
+    further = {spec.key for spec in runs_again(record["calls"])}
+    specs = runs_by_key(record["calls"])
+    rows = {row["key"]: share(row["accuracy"]) for row in record["rows"]}
+    known = {entry["key"]: until_then(entry) for entry in record["left"]["again"]}
+    cells = {cell_of(specs[key].model.description(), specs[key].settings): key for key in further}
+    lines = []
+    for key, spec in specs.items():
+        cell = cell_of(spec.model.description(), spec.settings)
+        if cell in cells:
+            mixer, layer, length, width = cell
+            rate = (number(spec.learning_rate, digits=5), str(spec.training["epochs"]))
+            outcome = rows.get(key, known.get(key, NOT_RUN))
+            lines.append([mixer, str(layer), str(length), str(width), *rate, outcome])
+    return table(["mixer", "layer", "L", "d", "learning rate", "epochs at most", "accuracy"], lines, texts=1)
 
 
 def both() -> list[tuple[Cell, Row, Row]]:
@@ -163,14 +238,38 @@ def forms_table() -> str:
 
 def short_table() -> str:
     """The cells in which the layer without runners-up stayed below `REACHED`."""
-    before, present, states = rows_of(BEFORE), rows_of(PRESENT), left()
+    before, present = rows_of(BEFORE), outcomes(PRESENT)
     lines = []
     for cell in grid():
         if cell in before and before[cell]["accuracy"] < REACHED:
-            after = share(present[cell]["accuracy"]) if cell in present else states[cell]
             mixer, layer, length, width = cell
-            lines.append([mixer, str(layer), str(length), str(width), share(before[cell]["accuracy"]), after])
+            pair = (share(before[cell]["accuracy"]), present.get(cell, NOT_RUN))
+            lines.append([mixer, str(layer), str(length), str(width), *pair])
     return table(["mixer", "layer", "L", "d", "without runners-up", "with"], lines, texts=1)
+
+
+def ours_table() -> str:
+    """Table 11's cells for the mixers that this toolkit enlarges."""
+    return accuracies(OURS, OUR_MIXERS, (None, *LAYERS))
+
+
+def mad_table() -> str:
+    """Accuracy on the six MAD tasks at their baselines, ours and the paper's where it has the mixer."""
+    record = read(MAD)
+    found = {(r["task"], r["model"]["mixer"], r["model"]["retrieval"] is not None): r for r in record["rows"]}
+    open_runs = {(c["task"], c["mixer"], c["layer"] is not None): c for c in record["left"]["cut_off"]}
+    lines = []
+    for mixer in MAD_MIXERS:
+        for with_it in (False, True):
+            published = published_mad(mixer, with_it) or (None,) * len(RESONA_TABLE_1_COLUMNS)
+            cells = []
+            for task, theirs in zip(RESONA_TABLE_1_COLUMNS, published, strict=True):
+                key = (task, mixer, with_it)
+                mine = until_then(open_runs[key], 3) if key in open_runs else NOT_RUN
+                mine = share(found[key]["accuracy"], 3) if key in found else mine
+                cells.append(mine if theirs is None else f"{mine} / {number(theirs)}")
+            lines.append([mixer, "with" if with_it else "without", *cells])
+    return table(["mixer", "retrieval", *(name.removeprefix("mad_") for name in RESONA_TABLE_1_COLUMNS)], lines)
 
 
 def timings() -> dict[str, Row]:
@@ -203,8 +302,12 @@ def paper_table() -> str:
 
 
 def tables() -> dict[str, str]:
-    """Every table of the page by the name in its marker."""
-    return {
+    """Every table of the page by the name in its marker; of a sweep that is not on record there is none."""
+    later = {"ours": (OURS, ours_table), "mad": (MAD, mad_table)}
+    some = {name: made() for name, (file, made) in later.items() if (pages.RESULTS / file).exists()}
+    if "again" in read(PRESENT)["calls"]:
+        some["again"] = again_table()
+    return some | {
         "counts": counts_table(),
         "with retrieval": retrieval_table(),
         "without retrieval": baselines_table(),

@@ -24,10 +24,14 @@ def test_backends_are_listed_with_their_reasons(
     assert rows["chunked"]["usable"] and rows["chunked"]["reason"] is None
     assert not rows["triton"]["usable"] and rows["triton"]["reason"] == "there is no CUDA device"
     assert rows["triton"]["ops"] == [
+        "delta_gates",
         "gated_delta_rule",
         "gated_linear_attention",
+        "gated_rms_norm",
         "merged_linear_attention",
+        "rms_norm",
         "selective_scan",
+        "silu_product",
     ]
     monkeypatch.setattr(triton, "_installed", lambda: False)
     assert main(["info", "--backends"]) == 0

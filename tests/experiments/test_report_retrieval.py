@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import collections
+import json
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,13 +13,11 @@ from typing import Any
 import pytest
 
 from longrecall.cli.main import main
-from longrecall.sweep.grid import RunSpec, runs_of, shard
+from longrecall.sweep.grid import RunSpec, runs_of
 from longrecall.sweep.recipe import SweepRecipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "retrieval_evidence.md"
-PARALLEL, SHARDS = 6, 2
-"""Runs at a time and GPUs of the present sweep, as its `about` says."""
 
 
 @pytest.fixture
@@ -66,40 +67,41 @@ def test_check_fails_on_a_stale_number_and_changes_nothing(
 
 
 def test_every_cell_ended_or_says_why_not(script: ModuleType) -> None:
-    rows, left = script.rows_of(script.PRESENT), script.left()
-    with_retrieval = [cell for cell in rows if cell[1] is not None]
-    assert collections.Counter([*with_retrieval, *left]) == collections.Counter(script.grid())
+    rows, stopped = script.rows_of(script.PRESENT), script.stopped()
+    names = ("mixer", "layer", "length", "width")
+    waiting = [tuple(c[name] for name in names) for c in script.read(script.PRESENT)["left"]["not_started"]]
+    # A further run of a cell may have come further than its rows when it was stopped.
+    known = [cell for cell in {**rows, **stopped} if cell[1] is not None]
+    assert collections.Counter([*known, *waiting]) == collections.Counter(script.grid())
+    assert set(script.outcomes(script.PRESENT)) == {*rows, *stopped}
     assert set(script.rows_of(script.BEFORE)) <= set(script.grid())
     assert {cell for cell in rows if cell[1] is None} <= set(script.grid((None,)))
 
 
-def test_what_was_cut_off_follows_from_the_queues(script: ModuleType) -> None:
-    record, rows, left = script.read(script.PRESENT), script.rows_of(script.PRESENT), script.left()
-    seen = set()
-    for call in record["calls"]["with_retrieval"]:
-        runs = runs_of(recipe(record, [*record["calls"]["shared"], *call]))
-        for index in range(1, SHARDS + 1):
-            queue = [cell_of(spec) for spec in shard(runs, index, SHARDS)]
-            seen |= set(queue)
-            ended = sum(cell in rows for cell in queue)
-            # A new run begins when one ends, so these had begun; a shard without a row never had its turn.
-            begun = ended + PARALLEL if ended else 0
-            expected = {c: "cut off" if i < begun else "not run" for i, c in enumerate(queue) if c not in rows}
-            assert {cell: left[cell] for cell in queue if cell not in rows} == expected
-            assert all(cell not in rows for cell in queue[begun:])
-    assert seen == set(script.grid())
+def test_what_was_cut_off_had_not_ended(script: ModuleType) -> None:
+    """A stopped run has an accuracy from its first evaluation on, and none that would have ended it."""
+    epochs = {spec.training["epochs"] for spec in script.runs_by_key(script.read(script.PRESENT)["calls"]).values()}
+    for cell, run in script.stopped().items():
+        assert 0 <= run["accuracy"] < script.STOP and run["epochs"] < max(epochs)
+        assert run["epochs"] >= 1 or run["accuracy"] == 0
+        assert run["accuracy"] == max((value for _, _, value in run.get("history", [])), default=0.0)
+        shown = script.outcomes(script.PRESENT)[cell]
+        assert "cut off at" in shown and shown.startswith(script.share(run["accuracy"])) == (run["epochs"] >= 1)
 
 
 @pytest.mark.parametrize("file", ["PRESENT", "BEFORE"])
 def test_rows_were_run_as_the_file_says(script: ModuleType, file: str) -> None:
-    record, rows = script.read(getattr(script, file)), script.rows_of(getattr(script, file))
+    record = script.read(getattr(script, file))
     calls = [[*record["calls"]["shared"], *call] for call in record["calls"]["with_retrieval"]]
     if "without_retrieval" in record["calls"]:
         calls.append(record["calls"]["without_retrieval"])
-    specs = {cell_of(spec): (spec, spec.training["epochs"]) for call in calls for spec in runs_of(recipe(record, call))}
-    for cell, row in rows.items():
-        spec, epochs = specs[cell]
-        known = spec.row()
+    own = [spec for call in calls for spec in runs_of(recipe(record, call))]
+    specs = {cell_of(spec): spec for spec in own}
+    further = {spec.key: spec for spec in script.runs_again(record["calls"])}
+    for row in record["rows"]:
+        # The keys of the earlier form say the form too: its runs are known by their cells.
+        spec = further.get(row["key"]) or specs[script.cell_of(row["model"], row["settings"])]
+        known, epochs = spec.row(), spec.training["epochs"]
         assert {key: row[key] for key in known if key != "key"} == {k: v for k, v in known.items() if k != "key"}
         assert row["status"] == "done" and row["epochs"] <= epochs
         # Only reaching the mark ends a run before its last epoch.
@@ -108,34 +110,140 @@ def test_rows_were_run_as_the_file_says(script: ModuleType, file: str) -> None:
 
 
 def test_the_counts_of_the_prose(script: ModuleType, prose: str) -> None:
-    rows, left, before = script.rows_of(script.PRESENT), script.left(), script.rows_of(script.BEFORE)
-    ended = [row for cell, row in rows.items() if cell[1] is not None]
-    quick = sum(row["epochs"] == 1 for row in ended)
-    assert min(row["accuracy"] for row in ended) >= script.STOP
-    assert f"at least .9995 of the values: {len(ended)} runs, {quick} of them within one pass" in prose
-    cut, waiting = (sum(state == word for state in left.values()) for word in ("cut off", "not run"))
-    assert f"{cut} runs were still in training when the time was up, and {waiting} had not begun" in prose
-    reached = sum(row["accuracy"] >= script.REACHED for row in before.values())
+    best, stopped, before = script.best_rows(script.PRESENT), script.stopped(), script.rows_of(script.BEFORE)
+    ended = {cell: row for cell, row in best.items() if cell[1] is not None and cell not in stopped}
+    late = {cell: run for cell, run in stopped.items() if cell[1] is not None}
+    assert set(ended) | set(late) == set(script.grid())  # every cell was begun
+    reached, quick = ([row for row in ended.values() if holds(row)] for holds in (at_stop(script), in_one_epoch))
+    above = [cell for cell, run in {**ended, **late}.items() if run["accuracy"] >= script.REACHED]
+    assert f"{len(above)} of the 192 cells with retrieval recall at least .999" in prose
+    assert f"{len(ended)} runs ended, {len(reached)} of them at .9995 or more, {len(quick)} within one pass" in prose
+    assert len([cell for cell in late if cell in above]) == len(late)
+    assert f"{len(late)} others had reached .999 when they were stopped" in prose
+    rows = script.rows_of(script.PRESENT)
+    tensor = sum(row.get("matmul_precision") == "high" for cell, row in rows.items() if cell[1] is not None)
+    assert f"The {tensor} runs that ended in the last call have float32 products in tensor-float-32" in prose
+    known = sum(row["accuracy"] >= script.REACHED for row in before.values())
     pairs = script.both()
     shared = sum(a["accuracy"] >= script.REACHED for _, a, _ in pairs)
-    assert f"reached .999 in {reached} of {len(before)} runs, and in {shared} of the {len(pairs)} cells" in prose
+    assert f"reached .999 in {known} of {len(before)} runs, and in {shared} of the {len(pairs)} cells" in prose
+    assert len(pairs) == sum(b["accuracy"] >= script.REACHED for _, _, b in pairs)
+    assert f"with them in all {len(pairs)}." in prose
     assert f"Its worst was {script.share(min(row['accuracy'] for row in before.values()))}" in prose
-    whole = [cell for cell in script.grid() if cell[3] in (64, 128)]
-    assert all(cell in rows for cell in whole) and f"ended in all {len(whole)} cells" in prose
-    known = [before[cell]["accuracy"] >= script.REACHED for cell in whole if cell in before]
-    assert f"The first form ended in {len(known)} of them and reached it in {sum(known)}" in prose
-    known = [before[cell]["accuracy"] for cell, state in left.items() if state == "cut off" and cell in before]
-    assert len(known) == 9 and "nine of them ended, between .9887 and .9992" in prose
-    assert (script.share(min(known)), script.share(max(known))) == (".9887", ".9992")
-    untried = [c for c in script.grid() if c[1::2] == (2, 32) or c[2:] == (512, 256)]
-    assert not any(cell in rows for cell in untried)
-    tried = [before[cell]["accuracy"] >= script.STOP for cell in untried if cell in before]
-    assert f"{len(untried)} cells. The earlier form ended {len(tried)} of them, {sum(tried)} at .9995" in prose
+    tensor = sum(b.get("matmul_precision") == "high" for _, _, b in pairs)
+    assert f"{tensor} of those with runners-up have tensor-float-32 products" in prose
+
+
+def at_stop(script: ModuleType) -> Callable[[dict[str, Any]], bool]:
+    return lambda row: bool(row["accuracy"] >= script.STOP)
+
+
+def in_one_epoch(row: dict[str, Any]) -> bool:
+    return bool(row["epochs"] == 1)
+
+
+def test_what_counts_for_and_against_the_runners_up(script: ModuleType, prose: str) -> None:
+    rows, stopped, before = script.rows_of(script.PRESENT), script.stopped(), script.rows_of(script.BEFORE)
+    unpaired = {cell for cell in before if cell not in rows}
+    assert {(cell[0], cell[3]) for cell in unpaired} == {("mamba", 32)} and len(unpaired) == 3
+    assert all(stopped[cell]["accuracy"] >= script.REACHED for cell in unpaired)
+    assert "Three cells that ended without runners-up did not end with them, all of mamba at d 32" in prose
+    narrow = [cell for cell in before if cell[1::2] == (2, 32)]
+    assert f"the first form ended in {len(narrow)} cells alone" in prose
+    wide = [cell for cell in script.grid() if cell[3] != 32]
+    assert all(rows[cell]["accuracy"] >= script.REACHED for cell in wide)
+    assert f"the present form ended in all {len(wide)} cells" in prose
+    known = [before[cell]["accuracy"] >= script.REACHED for cell in wide if cell in before]
+    assert f"the first form ended in {len(known)} of them and reached it in {sum(known)}" in prose
+
+
+def test_the_slow_cells_of_the_prose(script: ModuleType, prose: str) -> None:
+    rows = {cell: row for cell, row in script.rows_of(script.PRESENT).items() if cell[1] is not None}
+    stopped = [run for cell, run in script.stopped().items() if cell[1] is not None]
+    assert {run["width"] for run in stopped} == {32} and len(stopped) == 6 and "All of these six are of d 32" in prose
+    shown = sorted(script.share(run["accuracy"]) for run in stopped)
+    assert f"They reached {shown[0]} to {shown[-1]}" in prose
+    never = {cell for cell, row in rows.items() if row["accuracy"] < script.STOP}
+    below, above = ("base_conv", 2, 512, 32), ("h3", 2, 64, 32)
+    assert never == {below, above} and '"never" has the two that ended below' in prose
+    past = [script.share(value) for _, _, value in rows[below]["history"]]
+    assert len(past) == 24 and past[-3:] == [past[-1]] * 3
+    assert (
+        f"learned nothing for seven epochs ({past[6]}), had {past[7]} after eight and then rose to {past[-1]}" in prose
+    )
+    assert f"base_conv, layer 2, L 512, d 32, with {past[-1]} after its 24 epochs" in prose
+    assert rows[above]["epochs"] == 24 and f"which came to {script.share(rows[above]['accuracy'])}" in prose
+    slow = [row["epochs"] for cell, row in rows.items() if cell[1::2] == (2, 32)]
+    others = {cell: row["epochs"] for cell, row in rows.items() if cell[1::2] != (2, 32)}
+    assert f"the median of these {len(slow)} is {statistics.median(slow):.0f} epochs" in prose
+    quick = sum(epochs == 1 for epochs in others.values())
+    assert f"Of the {len(others)} others {quick} needed one" in prose
+    slowest = sorted(others, key=lambda cell: -others[cell])[:3]
+    assert {cell[:2] + cell[3:] for cell in slowest} == {("mamba2", 2, 256), ("rwkv5", 2, 256)}
+    assert f"with up to {max(others.values()):.0f}" in prose
+
+
+def test_the_mad_suite_of_the_prose(script: ModuleType, prose: str) -> None:
+    record = script.read(script.MAD)
+    found = {(r["task"][4:], r["model"]["mixer"], r["model"]["retrieval"] is not None): r for r in record["rows"]}
+    missing = record["left"]["cut_off"] + record["left"]["not_started"]
+    assert len(found) + len(missing) == record["runs"] == 60
+    assert f"{len(missing)} of the 60 runs are missing" in prose and len(record["left"]["cut_off"]) == 2
+    assert {entry["task"] for entry in missing} == {"mad_noisy_recall", "mad_fuzzy_recall"}
+
+    def pair(task: str, mixer: str, of: str = "accuracy") -> list[str]:
+        values = [found[task, mixer, with_it][of] for with_it in (False, True)]
+        return [script.share(value, 3) if of == "accuracy" else f"{value:.0f}" for value in values]
+
+    def gains(task: str) -> dict[str, float]:
+        both = {m: [found[task, m, with_it]["accuracy"] for with_it in (False, True)] for m in script.MAD_MIXERS}
+        return {mixer: with_it - without for mixer, (without, with_it) in both.items()}
+
+    recall = {mixer: pair("in_context_recall", mixer) for mixer in script.MAD_MIXERS}
+    assert sum(without == ".999" for without, _ in recall.values()) == 4 and recall["gla"] == [".849", ".999"]
+    assert found["in_context_recall", "gla", True]["epochs"] == 9 and "in-context recall from .849 to .999" in prose
+    for task in ("in_context_recall", "noisy_recall", "memorization"):
+        for mixer in script.MAD_MIXERS:
+            if all((task, mixer, with_it) in found for with_it in (False, True)):
+                without, with_it = (found[task, mixer, flag]["epochs"] for flag in (False, True))
+                assert with_it <= without, (task, mixer)
+    for mixer, words in (("mamba", "Mamba {1} instead of {0}"), ("mamba2", "Mamba-2 {1} instead of {0}")):
+        assert words.format(*pair("in_context_recall", mixer, "epochs")) in prose
+    copying = gains("selective_copying")
+    lifted = sorted(gain for gain in copying.values() if gain > 0.05)
+    assert f"selective copying of three by {script.number(lifted[0])} to {script.number(lifted[-1])}" in prose
+    for mixer, words in (
+        ("gla", "GLA from {} to {}, RWKV-5"),
+        ("rwkv5", "RWKV-5 from {} to {}, Mamba"),
+        ("mamba", "Mamba from {} to {}."),
+        ("mamba2", "Mamba-2 has {1} instead of {0}"),
+        ("gated_delta_net", "Gated DeltaNet came to {1} instead of {0}"),
+    ):
+        assert words.format(*pair("selective_copying", mixer)) in prose
+    alone = [value for _, _, value in found["selective_copying", "rwkv5", False]["history"]]
+    assert max(alone[:18]) < 0.08 < min(alone[18:]) and "alone was at chance until epoch 18" in prose  # 1/14 = .071
+    last = found["selective_copying", "gated_delta_net", True]["history"][-1][2]
+    assert f"had fallen to {script.number(last)} by its last epoch" in prose
+    compressed = gains("compression")
+    assert sorted(compressed, key=lambda mixer: compressed[mixer])[0] == "mamba"
+    less, *more = sorted(compressed.values())
+    assert f"gain {script.number(more[0])} to {script.number(more[-1])}, Mamba loses {script.number(-less)}" in prose
+    kept = {mixer: pair("memorization", mixer, "epochs") for mixer in script.MAD_MIXERS}
+    assert "needs {1} epochs instead of {0}".format(*kept.pop("gla")) in prose
+    assert max(int(without) - int(with_it) for without, with_it in kept.values()) == 1
+    assert all(pair("memorization", mixer) == [".999", ".999"] for mixer in script.MAD_MIXERS)
+    sizes = {key: row["parameters"] for key, row in found.items()}
+    more_parameters = [sizes[(*key[:2], True)] / size - 1 for key, size in sizes.items() if not key[2]]
+    assert f"have {min(more_parameters):.0%} to {max(more_parameters):.0%} more parameters" in prose
 
 
 def test_the_baselines_of_the_prose(script: ModuleType, prose: str) -> None:
     rows = script.rows_of(script.PRESENT)
-    found = {c: script.plain(row, c[0], *c[2:]) for c, row in rows.items() if c[1] is None}
+    found = {
+        cell: (script.number(row["accuracy"]), script.published(cell[0], *cell[2:]))
+        for cell, row in rows.items()
+        if cell[1] is None
+    }
     below = sum(float(ours) < float(published) for ours, published in found.values())
     assert f"in {below} of {len(found)} cells" in prose and f"{len(found)} of 96 cells were run" in prose
     for mixer, words in (
@@ -167,6 +275,95 @@ def test_the_timings_of_the_prose(script: ModuleType, prose: str) -> None:
     # What the page says was not measured is not in the file.
     assert all("error" in row for name, row in rows.items() if "with retrieval: continuing" in name)
     assert not any(name.startswith("transformer") for name in rows)
+
+
+def stored(folder: Path, name: str, rows: list[dict[str, Any]], cut_off: list[dict[str, Any]]) -> None:
+    content = {"rows": rows, "left": {"cut_off": cut_off, "not_started": []}}
+    (folder / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+def test_tables_of_sweeps_that_are_not_there_yet(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for path in (script.PRESENT, script.BEFORE):
+        (tmp_path / path).write_bytes((script.pages.RESULTS / path).read_bytes())
+    monkeypatch.setattr(script.pages, "RESULTS", tmp_path)
+    assert not {"ours", "mad"} & set(script.tables())
+
+    def row(task: str, mixer: str, layer: int | None, accuracy: float, **settings: int) -> dict[str, Any]:
+        model = {"mixer": mixer, "hidden_size": 64, "retrieval": None if layer is None else {"layer": layer}}
+        return {"task": task, "model": model, "settings": settings, "accuracy": accuracy}
+
+    name = {"mixer": "gla", "layer": 2, "length": 128, "width": 64}
+    mine = [row("mqar", "gla", None, 0.5, length=64), row("mqar", "gla", 0, 0.99996, length=64)]
+    stored(tmp_path, script.OURS, mine, [{**name, "epochs": 3.25, "accuracy": 0.99916}])
+    lines = script.tables()["ours"].splitlines()
+    assert len(lines) == 2 + 3 * 4 and lines[0].startswith("| mixer | L | none, d 32 | none, d 64 |")
+    cells = [cell.strip() for cell in lines[2].split("|")[1:-1]]
+    assert cells[:2] == ["gla", "64"] and cells[3] == ".5000" and cells[7] == ".9999" and cells[2] == "not run"
+    assert [cell.strip() for cell in lines[3].split("|")[1:-1]][11] == ".9991, cut off at 3.2"
+
+    mine = [row("mad_compression", "mamba2", None, 0.4567), row("mad_memorization", "gla", 0, 0.9)]
+    task = {"task": "mad_compression", "mixer": "mamba2", "layer": 0}
+    stored(tmp_path, script.MAD, mine, [{**task, "epochs": 0.5, "accuracy": 0.0}])
+    lines = script.tables()["mad"].splitlines()
+    assert len(lines) == 2 + 2 * 5
+    assert lines[4].startswith("| mamba2 | without | .456 / .436 | not run / .964 |")
+    assert lines[5].startswith("| mamba2 | with | cut off at .5 / .466 |")
+    assert lines[9] == "| gla | with | " + "not run | " * 5 + ".900 |"
+
+
+def test_the_best_of_several_runs_of_a_cell(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two further runs of h3, layer 2, L 64, d 32: the tables show the best run, that of both forms the sweep's own."""
+    own = {key: value for key, value in script.read(script.PRESENT).items() if key != "left"}
+    cell, calls = ("h3", 2, 64, 32), {key: value for key, value in own["calls"].items() if key != "again"}
+    calls["again"] = [
+        [
+            "tasks=[{name: mqar, settings: {vocab_size: 8192, length: 64, pairs: 4}}]",
+            "models.mixers=[h3]",
+            "models.hidden_sizes=[32]",
+            "models.retrieval=[{layer: 2, chunk: 2, top_k: 1, encoder_dim: width, num_heads: 1, head_dim: width}]",
+            "training.learning_rates=[0.001, 0.01]",
+            "training.epochs=64",
+        ]
+    ]
+    first, second = script.runs_again(calls)
+    known = script.runs_by_key({**calls, "again": []})
+    rows = [row for row in own["rows"] if row["key"] in known]
+    place = dict(zip(("mixer", "layer", "length", "width"), cell, strict=True))
+    entry = {**place, "key": second.key, "epochs": 30.5, "accuracy": 0.99948}
+
+    def tables_with(accuracy: float, cut_off: list[dict[str, Any]]) -> dict[str, str]:
+        further = {**first.row(), "accuracy": accuracy, "epochs": 64.0, "reached_at_step": None}
+        left = {"cut_off": cut_off, "not_started": [], "again": [entry]}
+        content = {**own, "calls": calls, "rows": [*rows, further], "left": left}
+        (tmp_path / script.PRESENT).write_text(json.dumps(content), encoding="utf-8")
+        found: dict[str, str] = script.tables()
+        return found
+
+    (tmp_path / script.BEFORE).write_bytes((script.pages.RESULTS / script.BEFORE).read_bytes())
+    before = script.tables()
+    monkeypatch.setattr(script.pages, "RESULTS", tmp_path)
+    for accuracy, cut_off, shown in (
+        (0.99943, [], ".9994"),
+        (0.5, [], ".9992"),
+        (0.99943, [entry], ".9994, cut off at 30.5"),
+    ):
+        found = tables_with(accuracy, cut_off)
+        lines = [[part.strip() for part in line.split("|")[1:-1]] for line in found["with retrieval"].splitlines()]
+        assert [line[6] for line in lines if line[:2] == ["h3", "64"]] == [shown]
+        assert {name: found[name] for name in ("both forms", "epochs")} == {
+            name: before[name] for name in ("both forms", "epochs")
+        }
+        outcomes = [line.rsplit("|", 2)[1].strip() for line in found["again"].splitlines()[2:]]
+        assert outcomes == [".9992", script.share(accuracy), ".9994, cut off at 30.5"]
+        assert [line.split("|")[5:7] for line in found["again"].splitlines()[2:]] == [
+            *([" .00464 ", " 24 "], [" .00100 ", " 64 "], [" .01000 ", " 64 "])
+        ]
+    counts = found["counts"].splitlines()
+    assert counts[3].split("|")[1:4] == [" 32 ", " 2 ", " 24 "] and counts[3].split("|")[5] == " 19 "
 
 
 def test_shares_are_cut_off_and_not_rounded_up(script: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from longrecall.errors import UserError
 from longrecall.layers.mixers import mom
 from longrecall.layers.mixers.base import AUXILIARY_LOSS
 from longrecall.layers.mixers.registry import mixer_config
+from longrecall.layers.recording import fixed_shapes
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.training.initial_states.zero import Zero
@@ -115,11 +117,9 @@ def read(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_the_layer_is_its_definition(name: str, gather: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layer_is_its_definition(name: str, gather: bool) -> None:
     mixer, x = build(CASES[name])
-    if not gather:
-        monkeypatch.setattr(mom, "_may_gather", lambda x: False)
-    with torch.no_grad():
+    with torch.no_grad(), contextlib.nullcontext() if gather else fixed_shapes():
         found, state = mixer(x, None, mask=None, position=START)
         for row in range(2):
             expected, final = read(mixer, x[row])
@@ -204,12 +204,19 @@ def test_masked_reading_depends_on_no_value(monkeypatch: pytest.MonkeyPatch) -> 
     assert y.shape == (2, 40, D) and all(p.grad is not None for p in mixer.parameters())
 
 
-def test_nothing_is_gathered_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_gathered_where_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     places = {name: SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda", "meta")}
-    for capturing in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
-        found = {name: mom._may_gather(x) for name, x in places.items()}
-        assert found == {"cpu": True, "cuda": not capturing, "meta": False}
+
+    def found() -> dict[str, bool]:
+        return {name: mom._may_gather(x) for name, x in places.items()}
+
+    recording = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    assert found() == {"cpu": True, "cuda": True, "meta": False}
+    with fixed_shapes():
+        assert found() == dict.fromkeys(places, False)
+    recording = True
+    assert found() == {"cpu": True, "cuda": False, "meta": False}
 
 
 def test_balance_is_the_published_loss_over_real_tokens() -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longrecall.errors import UserError
 from longrecall.layers.decoding import fused_step
+from longrecall.layers.recording import fixed_shapes
 from longrecall.models import decoding
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.decoding import DecodingStep, decode, why_no_graph
-from longrecall.models.prefill import SEGMENT, CapturedSegment, read_prompt, why_no_segments
+from longrecall.models.prefill import EAGER_FIRST, CapturedSegments, Kind, StateBlocks, read_prompt, why_no_segments
 from longrecall.models.recurrent_lm import RecurrentLM
 from tests.conftest import MIXERS
 
@@ -203,14 +205,17 @@ def test_rows_end_on_their_own() -> None:
 
 
 @pytest.mark.parametrize("name", FIXED)
-@pytest.mark.parametrize("length", [6, 13, 20])
+@pytest.mark.parametrize(("length", "rests"), [(6, 0), (13, 0), (13, EAGER_FIRST), (5, EAGER_FIRST), (17, EAGER_FIRST)])
 @torch.no_grad()
-def test_a_prompt_in_segments_equals_one_pass(name: str, length: int) -> None:
+def test_a_prompt_in_segments_equals_one_pass(name: str, length: int, rests: int) -> None:
+    """Segments of 6 tokens; the rest eagerly, or as a part of one of 4 or 6."""
     model = model_of(MIXERS[name])
     ids = torch.randint(0, 40, (2, length), generator=torch.Generator().manual_seed(2))
     before = model(ids[:, :3]).past_key_values
     whole = model(ids, past_key_values=before)
-    logits, state = read_prompt(model, CapturedSegment(model, 2, length=6), ids, before)
+    segments = CapturedSegments(model, 2, lengths=(4, 6))
+    segments.rests = rests
+    logits, state = read_prompt(model, segments, ids, before)
     # float32 sums in another order, through two layers.
     torch.testing.assert_close(logits, whole.logits[:, -1], rtol=1e-4, atol=1e-5)
     assert state.length == 3 + length and state.position.tolist() == [3 + length] * 2
@@ -220,11 +225,83 @@ def test_a_prompt_in_segments_equals_one_pass(name: str, length: int) -> None:
 
 
 def test_which_prompts_are_read_in_segments() -> None:
-    long = torch.zeros(1, SEGMENT, dtype=torch.long)
-    assert why_no_segments(long, None) is None and why_no_segments(long, torch.ones_like(long)) is None
-    assert "shorter" in str(why_no_segments(long[:, 1:], None))
-    assert "rows" in str(why_no_segments(long.expand(5, -1), None))
-    assert "padded" in str(why_no_segments(long, torch.tensor([[0] + [1] * (SEGMENT - 1)])))
+    ids = torch.zeros(1, 5, dtype=torch.long)
+    assert why_no_segments(ids, None) is None and why_no_segments(ids, torch.ones_like(ids)) is None
+    assert "rows" in str(why_no_segments(ids.expand(5, -1), None))
+    assert "padded" in str(why_no_segments(ids, torch.tensor([[0, 1, 1, 1, 1]])))
+
+
+@torch.no_grad()
+def test_rests_are_read_in_segments_once_they_are_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(MIXERS["gated_delta_net"])
+    segments = CapturedSegments(model, 1, lengths=(4, 6))
+    ran: list[Kind] = []
+    run = CapturedSegments._run
+    monkeypatch.setattr(CapturedSegments, "_run", lambda self, kind: [ran.append(kind), run(self, kind)])
+    ids = torch.arange(17)[None]
+    # Padding comes last there, and nothing is sorted to find that out.
+    monkeypatch.setattr(torch, "argsort", None)
+    for prompt in (ids[:, :3], ids[:, :6], ids[:, :3], ids[:, :4], ids):
+        logits, state = read_prompt(model, segments, prompt, None)
+        whole = model(prompt)
+        # float32 sums in another order, through two layers.
+        torch.testing.assert_close(logits, whole.logits[:, -1], rtol=1e-4, atol=1e-5)
+        assert state.length == prompt.shape[1]
+    assert ran == [(6, False), (4, True), (4, False), (6, False), (6, False), (6, True)]
+
+
+def test_a_segment_is_recorded_whatever_was_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording begins with an eager run, whose padding may not be that of a longer segment."""
+    segments = CapturedSegments(model_of(MIXERS["gated_delta_net"]), 1, lengths=(4, 6))
+    monkeypatch.setattr("longrecall.models.prefill.record", lambda work, *_, **__: work())
+    monkeypatch.setattr("longrecall.models.prefill.recording_stream", lambda device: None)
+    segments.read(torch.arange(12)[None])
+    segments._capture(Kind(4, True))
+    assert int(segments.count) == 1
+
+
+class NoValues(TorchDispatchMode):
+    """Refuses what waits for a GPU, which no graph can: reading numbers back, or as many of them as a mask says."""
+
+    waits: ClassVar[set[Any]] = {
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten.masked_select.default,
+        torch.ops.aten.repeat_interleave.Tensor,
+    }
+    chooses: ClassVar[set[Any]] = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masks = func in self.chooses and any(i is not None and i.dtype == torch.bool for i in args[1])
+        assert func not in self.waits and not masks, f"{func} in a segment"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_segments_never_wait_for_values(name: str) -> None:
+    segments = CapturedSegments(model_of(MIXERS[name]), 2, lengths=(70, 100))
+    with fixed_shapes(), NoValues():
+        for kind in (Kind(100, False), Kind(70, False), Kind(70, True)):
+            segments._run(kind)
+
+
+def test_waiting_for_values_is_noticed() -> None:
+    x = torch.ones(3)
+    for waits in (lambda: bool(x.all()), lambda: x[x > 0], lambda: x.nonzero(), lambda: x.sum().item()):
+        with pytest.raises(AssertionError, match="in a segment"), NoValues():
+            waits()
+
+
+def test_what_a_mixer_hands_on_as_it_was_is_written_back() -> None:
+    model = model_of(MIXERS["gated_delta_net"])
+    blocks = StateBlocks(model.zero_state(2))
+    new, kept = blocks.export(0), blocks.export(0)
+    new.layers[0]["recurrent"].fill_(3.0)
+    mixed = ({**new.layers[0], "q_conv": blocks.layers[0]["q_conv"]}, *new.layers[1:])
+    blocks.write(mixed, torch.tensor([4, 5]))
+    assert bool((blocks.layers[0]["recurrent"] == 3.0).all()) and blocks.position.tolist() == [4, 5]
+    # What was exported before is a value of its own.
+    assert not bool(kept.layers[0]["recurrent"].any()) and kept.position.tolist() == [0, 0]
 
 
 def test_a_copy_of_a_model_starts_without_captured_steps() -> None:

@@ -42,6 +42,7 @@ def prompts(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         ("mamba2", 1, True, "weighted", "input"),
         ("rwkv5", 1, True, "hard", "learned"),
         ("gla", 5, True, "weighted", "fixed"),
+        ("gated_delta_net", 2, True, "hard", "fixed"),
     ],
 )
 @torch.no_grad()
@@ -101,7 +102,7 @@ def test_room_is_needed_and_ends() -> None:
 def test_what_can_be_captured() -> None:
     model = model_of("gla")
     assert why_no_step(model) is None
-    # Long prompts are still read in one pass: a segment's work depends on how much came before.
+    # Its prompts need room besides (test_retrieval_prefill.py).
     assert "retrieval" in str(why_not_fixed(model))
     assert "layer 0 (attention)" in str(why_no_step(model_of("attention")))
 

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from longrecall.models.decoding import captured_segment, captured_step
+from longrecall.models.decoding import captured_segments, captured_step, read_captured
 from longrecall.models.prefill import SEGMENT, read_prompt
 from longrecall.models.recurrent_lm import RecurrentLM
 from tests.conftest import MIXERS
 from tests.models.test_decoding import FIXED, model_of
+from tests.models.test_decoding_retrieval import model_of as retrieval_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -33,8 +34,10 @@ def test_generate_gives_the_same_tokens_as_without_a_graph(name: str, options: d
     expected = generate(model, **options)
     model.decoding.graphs = True
     assert torch.equal(generate(model, **options), expected)
-    assert torch.equal(generate(model, **options), expected)  # the second time from the kept graph
-    assert list(model.captured_steps) == [("step", 3, None)]
+    # The second time from the kept graph, and with the prompt in a captured segment.
+    assert torch.equal(generate(model, **options), expected)
+    assert torch.equal(generate(model, **options), expected)
+    assert list(model.captured_steps) == [("segments", 3), ("step", 3, None)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -77,22 +80,80 @@ def test_a_bfloat16_state_stays_near() -> None:
     assert float((logits - out.logits[:, -1]).norm() / out.logits[:, -1].norm()) < 5e-2
 
 
-@pytest.mark.parametrize("name", ["gla_conv", "gated_delta_net", "mamba2"])
+WIDE = {"type": "gated_delta_net", "num_heads": 2, "key_dim": 64, "value_dim": 64}
+"""Wide enough for the kernels that take a whole layer, padding at the end included."""
+
+
+@pytest.mark.parametrize("mixer", [MIXERS["gla_conv"], MIXERS["gated_delta_net"], MIXERS["mamba2"], WIDE], ids=str)
 @torch.no_grad()
-def test_a_captured_segment_equals_one_pass(name: str) -> None:
-    model = model_of(MIXERS[name]).cuda()
+def test_a_captured_segment_equals_one_pass(mixer: dict[str, Any]) -> None:
+    model = model_of(mixer).cuda()
     ids = torch.randint(0, 40, (2, 2 * SEGMENT + 77), device="cuda")
     whole = model(ids, logits_to_keep=1)
-    logits, state = read_prompt(model, captured_segment(model, 2), ids, None)
-    # float32 sums of thousands of tokens in another order.
+    logits, state = read_prompt(model, captured_segments(model, 2), ids, None)
+    # float32 sums of thousands of tokens in another order; the 77 tokens that are left come eagerly at first.
     torch.testing.assert_close(logits, whole.logits[:, -1], rtol=1e-3, atol=1e-4)
     for found, expected in zip(state.layers, whole.past_key_values.layers, strict=True):
         for key in expected:
             torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-4)
-    model.decoding.graphs = False
-    expected_ids = model.generate(ids[:, :SEGMENT], max_new_tokens=8, eos_token_id=None)  # type: ignore
-    model.decoding.graphs = True
-    assert torch.equal(model.generate(ids[:, :SEGMENT], max_new_tokens=8, eos_token_id=None), expected_ids)  # type: ignore
+    for length in (SEGMENT, 1500, 60):
+        settings: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": None}
+        model.decoding.graphs = False
+        expected_ids = model.generate(ids[:, :length], **settings)  # type: ignore
+        model.decoding.graphs = True
+        # A short prompt is read eagerly at first, then in segments that are captured for it, then in those.
+        for _ in range(3):
+            assert torch.equal(model.generate(ids[:, :length], **settings), expected_ids)  # type: ignore
+    assert set(captured_segments(model, 2).graphs) == {(4096, False), (2048, True), (512, True)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("base", "changes"),
+    [
+        ("gated_delta_net", {"chunk": 512, "top_k": 12, "blend": "input"}),
+        ("mamba2", {"chunk": 64, "selector": "hard", "blend": "learned"}),
+        ("gla_conv", {"chunk": 64, "top_k": 4}),
+    ],
+)
+@torch.no_grad()
+def test_captured_segments_with_retrieval_equal_one_pass(
+    base: str, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    model = retrieval_model(base, **changes).cuda().to(dtype)
+    ids = torch.randint(0, 40, (2, 2 * SEGMENT + 77), device="cuda")
+    # A room that a longer prompt has filled; every length twice, so that the second time its rest is captured.
+    for length in (SEGMENT, SEGMENT - 1, 50, 700, 2048, 700, 2 * SEGMENT + 77, 4800, 2 * SEGMENT, 4800):
+        whole = model(ids[:, :length], logits_to_keep=1)
+        found = read_captured(model, ids[:, :length], None)
+        assert found is not None
+        logits, state = found
+        assert torch.equal(state.context, whole.past_key_values.context) and state.length == length
+        pairs = [(logits, whole.logits[:, -1])]
+        for mine, other in zip(state.layers, whole.past_key_values.layers, strict=True):
+            assert mine.keys() == other.keys()
+            pairs += [(mine[key], other[key]) for key in mine if mine[key].numel()]
+        for mine, other in pairs:
+            error = float((mine.float() - other.float()).norm() / other.float().norm())
+            # With all chunks chosen sums in another order; else products within a rounding may choose other chunks.
+            exact = dtype == torch.float32 and changes["chunk"] == 512
+            assert error < (1e-3 if exact else 0.03 if dtype == torch.float32 else 0.15), (length, error)
+
+
+@torch.no_grad()
+def test_generate_with_retrieval_gives_the_same_tokens_from_captured_segments() -> None:
+    model = retrieval_model("gla", chunk=512, top_k=12).cuda()
+    ids = torch.randint(0, 40, (1, 4800), device="cuda")
+    for length in (700, 2048, 4096, 4800):
+        prompt = ids[:, :length]
+        settings: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": None}
+        settings["attention_mask"] = torch.ones_like(prompt)
+        model.decoding.graphs = False
+        expected = model.generate(prompt, **settings)  # type: ignore
+        model.decoding.graphs = True
+        for _ in range(3):
+            assert torch.equal(model.generate(prompt, **settings), expected)  # type: ignore
+    assert ("segments", 1, 4096) in model.captured_steps and ("segments", 1, 8192) in model.captured_steps
 
 
 def test_weights_that_moved_are_captured_again() -> None:

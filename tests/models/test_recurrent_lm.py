@@ -257,6 +257,23 @@ def test_zero_state_is_what_no_state_means() -> None:
         assert torch.equal(model(x).logits, model(x, past_key_values=model.zero_state(2)).logits)
 
 
+def test_hidden_states_are_the_stream_with_every_sum_made() -> None:
+    model, ids = build("gated_delta_net"), tokens(2, 9)
+    with torch.no_grad():
+        out = model(ids, output_hidden_states=True)
+        assert torch.equal(out.logits, model(ids).logits)
+        first, second = model.model.layers
+        start, between, normed = out.hidden_states
+        rest = (None, None, torch.zeros(2, dtype=torch.long), torch.float32)
+        assert torch.equal(start, model.model.embeddings(ids))
+        # The first layer has no MLP, so that its mixer's output is added; what the second one adds is an MLP's.
+        stream, update, _ = first(start, None, *rest)
+        assert torch.equal(stream, start) and torch.equal(stream + update, between)
+        handed_on = second(stream, update, *rest)
+        assert all(torch.equal(a, b) for a, b in zip(handed_on[:2], second(between, None, *rest)[:2], strict=True))
+        assert torch.equal(model.model.norm(handed_on[0] + handed_on[1]), normed)
+
+
 def test_loss_counts_only_labels_and_survives_none() -> None:
     logits, labels = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
     labels[0] = -100

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from longrecall.ops import chunked_delta, gated_delta_rule
 
@@ -67,3 +68,66 @@ def test_nothing_depends_on_values() -> None:
     o, final = chunked_delta.gated_delta_rule(*tensors, scale=1.0, state=state)
     gradients = torch.autograd.grad(o.sum() + final.sum(), [*tensors, state])
     assert [g.shape for g in gradients] == [x.shape for x in inputs]
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_segments_hand_over_their_states(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Five chunks of 64 tokens: five segments of one, or one of three and one of two.
+    op, inputs = make("gated_delta", 300, torch.float64)
+    expected = outputs_and_gradients(op, inputs, "reference")
+    batch, _, heads, width = inputs[2].shape
+    matrix = batch * heads * 64 * max(width, inputs[1].shape[-1])
+    monkeypatch.setattr(chunked_delta, "SEGMENT_NUMBERS_CPU", chunks * matrix)
+    found = outputs_and_gradients(op, inputs, "chunked")
+    # Sums of 300 float64 terms in another order: a few hundred ulps at most.
+    assert relative_error(found, expected) < 1e-12
+    with torch.no_grad():
+        alone = op(*inputs[:-1], initial_state=inputs[-1], backend="chunked")
+    assert all(torch.equal(a, b) for a, b in zip(alone, found[:2], strict=True))
+
+
+def test_segments_are_as_large_as_the_caches_allow() -> None:
+    def lengths(*shape: int) -> list[int]:
+        k = torch.empty(shape)
+        return [len(x) for x in chunked_delta._segments(k, k, 64)]
+
+    # 8 heads x 64 tokens x 128 numbers twice are the 2**17 of a segment.
+    assert lengths(1, 320, 8, 128) == [2, 2, 1]
+    assert lengths(2, 320, 8, 128) == lengths(4, 320, 8, 128) == [1] * 5
+    assert lengths(1, 320, 2, 32) == [5]
+
+
+def strictly_lower(size: int, strength: float) -> Tensor:
+    g = torch.Generator().manual_seed(size)
+    # A view of twice as many rows, as the scores are.
+    return strength * torch.randn(3, 2 * size, size, generator=g, dtype=torch.float64).tril(-1)[:, :size]
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_inverse_of_chunks_in_blocks(size: int) -> None:
+    lower = strictly_lower(size, 0.3)
+    out = torch.full((3, size, size), float("nan"), dtype=torch.float64)
+    chunked_delta._invert(lower, out)
+    identity = torch.eye(size, dtype=torch.float64)
+    # Entries grow to about 1e3 here; float64 leaves twelve digits of a product that cancels to the identity.
+    assert ((identity - lower) @ out - identity).abs().max() < 1e-10
+    assert not out.triu(1).any()
+
+
+def test_chunk_sizes_halve_down_to_blocks() -> None:
+    sizes = [chunked_delta._chunk_size(length) for length in (1, 16, 17, 33, 48, 64, 65, 10_000)]
+    assert sizes == [16, 16, 32, 64, 64, 64, 64, 64]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_exponentials_neither_overflow_nor_underflow(dtype: torch.dtype) -> None:
+    # 64 tokens that forget all: exponents between two of them reach 64 x 30 (float32) or 64 x 700 either way.
+    _, (q, k, _, _, beta, _) = make("gated_delta", 64, dtype)
+    decay, beta = (x[..., None] for x in (torch.full_like(beta, -700.0 if dtype == torch.float64 else -30.0), beta))
+    gates, mask = chunked_delta._gates(decay, beta, 1.0, 64), chunked_delta._mask(q, 1.0, 64)
+    q, k = (chunked_delta._by_chunk(x[:, :, :1].expand(-1, -1, beta.shape[2], -1), 64) for x in (q, k))
+    chunks = chunked_delta._lay_out(q, k, gates, mask)
+    least = torch.finfo(dtype).tiny
+    for x in (gates.rows, gates.keys, gates.total, chunks.decay):
+        assert x.isfinite().all() and x.abs().max() <= 1
+        assert ((x == 0) | (x.abs() >= least)).all()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longrecall.ops import short_convolution
+from longrecall.ops import long_convolution, short_convolution
+from longrecall.ops.padding import at_the_end
 
 # float64 throughout: only the order of four additions differs.
 TOLERANCE = 1e-12
@@ -48,6 +50,29 @@ def test_padding_anywhere_is_as_if_not_there(bits: list[bool], seed: int) -> Non
     kept, expected_final = short_convolution(x[:, bits], weight, bias, state=state)
     assert torch.allclose(y[:, bits], kept, atol=TOLERANCE)
     assert torch.equal(final, expected_final)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 9])
+def test_padding_known_to_come_last_is_not_sorted(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(count)
+    x, weight, state = (
+        torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((2, 9, 3), (3, 4), (2, 3, 3))
+    )
+    mask = (torch.arange(9) < count).expand(2, -1)
+    history = state.transpose(1, 2)
+    short = short_convolution(x, weight, state=state, mask=mask)
+    long = long_convolution(x, weight, history=history, mask=mask, grow=False)
+    with at_the_end(mask), monkeypatch.context() as patch:
+        patch.setattr(torch, "argsort", None)
+        for found, expected in (
+            (short_convolution(x, weight, state=state, mask=mask), short),
+            (long_convolution(x, weight, history=history, mask=mask, grow=False), long),
+        ):
+            torch.testing.assert_close(found[0][:, :count], expected[0][:, :count], rtol=0, atol=0)
+            torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
+        # Another mask may hide tokens anywhere.
+        with pytest.raises(TypeError):
+            short_convolution(x, weight, state=state, mask=mask.clone())
 
 
 def test_packed_documents_have_states_of_their_own() -> None:

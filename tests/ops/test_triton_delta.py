@@ -14,6 +14,7 @@ from longrecall.layers import fused_delta
 from longrecall.layers.mixers.delta_net import DeltaNetConfig, GatedDeltaNetConfig
 from longrecall.layers.norm import l2_normalise
 from longrecall.ops import gated_delta_rule, short_convolution
+from longrecall.ops.padding import at_the_end
 from longrecall.ops.subheads import subhead_delta_rule
 
 delta_rule = pytest.importorskip("longrecall.ops.triton.delta_rule")
@@ -79,10 +80,11 @@ def errors(inputs: list[Tensor], floor: float = 1e-12) -> dict[str, float]:
     [
         ({"B": 1, "H": 1, "E": 2, "R": 2, "K": 16, "V": 32}, 70, torch.float32),
         ({"B": 2, "H": 2, "E": 1, "R": 1, "K": 32, "V": 16}, 20, torch.bfloat16),
+        ({"B": 1, "H": 1, "E": 2, "R": 2, "K": 16, "V": 16}, 66, torch.bfloat16),
         ({"B": 1, "H": 1, "E": 3, "R": 1, "K": 16, "V": 16}, 17, torch.float16),
         ({"B": 1, "H": 2, "E": 1, "R": 2, "K": 7, "V": 17}, 20, torch.float32),
     ],
-    ids=["float32", "bfloat16", "float16", "filled_up"],
+    ids=["float32", "bfloat16", "bfloat16_subheads", "float16", "filled_up"],
 )
 def test_kernels_equal_float64(
     shape: dict[str, int], length: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -111,6 +113,31 @@ def test_tiles_of_a_gpu_are_at_least_128_bytes_wide(widths: tuple[int, int], mod
     assert widths[0] % plan.key_tile == 0
     assert widths[1] % plan.value_block == 0
     assert widths[1] % plan.value_tile == 0
+
+
+@interpreted
+def test_bfloat16_sums_round_every_subhead_once() -> None:
+    q, k, v, decay, beta, weights, state = make(
+        {"B": 1, "H": 1, "E": 4, "R": 1, "K": 16, "V": 16}, 70, torch.bfloat16, 0.02
+    )
+    out, _ = delta_rule.subhead_delta_rule(q, k, v, decay, beta, 0.25, state, weights)
+    alone = torch.zeros(1, 70, 1, 16)
+    for e in range(4):
+        head = (q[:, :, [e]], k[:, :, [e]], v, decay[:, :, [e]], beta[:, :, [e]])
+        alone += delta_rule.subhead_delta_rule(*head, 0.25, state[:, [e]], weights[:, [e]])[0].float()
+    # The same four numbers in bfloat16, added up in float32 and rounded once more.
+    assert torch.equal(out, alone.bfloat16())
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(8, 4), (5, 3), (4, 4), (1, 1)])
+def test_groups_of_rows_fit_the_workspace_and_are_alike(rows: int, expected: int) -> None:
+    # 64 heads of 128, 4096 tokens: 320 MiB a row of states, corrections and their gradients, and 300 MiB more.
+    plan = delta_rule._Plan(rows, 4096, 64, 64, 8, 8, 128, 128, "bf16", 1.0)
+    more = 150 * 2**20
+    assert plan.group_rows(132, more) == expected
+    assert expected * (192 * 2**20 + more) * 2 <= delta_rule.WORKSPACE
+    # 2 rows of 128 programs are enough for 132 multiprocessors, whatever they take.
+    assert plan.group_rows(132, 2**40) == min(rows, 2)
 
 
 @interpreted
@@ -281,6 +308,64 @@ def test_layer_equals_the_plain_path(change: dict[str, Any], gated: bool, monkey
     found = layer_errors(SIZES | change, 16, torch.float32, monkeypatch, gated=gated)
     # float32 arithmetic; a few gradients are small beside the terms they are sums of.
     assert max(found.values()) < 5 * TOLERANCE[torch.float32], found
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "change", [{}, {"expansion": {"kind": "headwise", "factor": 2, "grafted": True}}], ids=["plain", "grafted"]
+)
+def test_layer_takes_a_few_rows_of_the_batch_at_a_time(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_rule, "WORKSPACE", 1)
+    config = SIZES | change
+    # 3: of a plain layer, whose programs are few, no fewer than 2 are taken.
+    found = layer_errors(config, 16, torch.float32, monkeypatch, rows=3)
+    assert max(found.values()) < 5 * TOLERANCE[torch.float32], found
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("change", "gated"),
+    [({}, True), ({"expansion": {"kind": "headwise", "factor": 2, "grafted": True}}, False)],
+    ids=["plain", "grafted"],
+)
+def test_padding_at_the_end_is_left_out(change: dict[str, Any], gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer = (GatedDeltaNetConfig if gated else DeltaNetConfig).from_dict(SIZES | change).build(24)
+    counts, x = [0, 1, 2, 3, 20], torch.randn(5, 25, 24)
+    options: dict[str, Any] = {"position": torch.zeros(5, dtype=torch.long)}
+    mask = torch.arange(20) < torch.tensor(counts)[:, None]
+    with torch.no_grad():
+        _, before = layer(x[:, :5], None, mask=None, **options)
+        monkeypatch.setenv("LONGRECALL_BACKEND", "triton")
+        assert fused_delta.declines(layer, x[:, 5:], mask, None) is not None
+        with at_the_end(mask):
+            assert fused_delta.declines(layer, x[:, 5:], mask, None) is None
+            assert fused_delta.declines(layer, x[:, 5:], mask.clone(), None) is not None
+            y, after = layer(x[:, 5:], before, mask=mask, **options)
+        monkeypatch.setenv("LONGRECALL_BACKEND", "chunked")
+        for row, count in enumerate(counts):
+            state = {name: tensor[row : row + 1] for name, tensor in before.items()}
+            expected, end = layer(x[row : row + 1, 5 : 5 + count], state, mask=None, **options) if count else (y, state)
+            for found, right in [(y[row, :count], expected[0, :count]), *((after[n][row], end[n][0]) for n in end)]:
+                # float32 arithmetic in another order.
+                torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+@interpreted
+def test_a_layer_keeps_what_it_projects_and_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGRECALL_BACKEND", "triton")
+    layer = GatedDeltaNetConfig.from_dict(SIZES).build(24)
+    x, kept = torch.randn(1, 40, 24), {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.numel()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y, _ = layer(x.requires_grad_(), None, mask=None, position=torch.zeros(1, dtype=torch.long))
+    # Projections of q, k, v and the gate, and the outputs; what convolutions, norm and gate make of them is made again.
+    assert list(kept.values()).count(40 * 16) == 5
+    assert y.requires_grad
 
 
 @interpreted

@@ -136,6 +136,17 @@ def test_processes_give_the_rows_of_one(write: Write) -> None:
     assert result(two)["rows"] == result(one)["rows"]
 
 
+@pytest.mark.parametrize("parallel", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_row_says_at_which_precision_it_was_trained(write: Write, parallel: int) -> None:
+    recipe = write()
+    words = ["--set", f"run.parallel={parallel}", "--set", "run.matmul_precision=high"]
+    assert main(["sweep", str(recipe), *words]) == 0
+    assert {row["matmul_precision"] for row in result(recipe)["rows"]} == {"high"}
+    assert result(recipe)["recipe"]["run"]["matmul_precision"] == "high"
+    assert main(["sweep", str(recipe), "--resume"]) == 0
+    assert {row["matmul_precision"] for row in result(recipe)["rows"]} == {"high"}
+
+
 def test_a_run_that_cannot_be_is_a_row(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     """Three heads of a third of the width: possible at 12, not at 8."""
     mixer = {"type": "gla", "num_heads": 3, "key_dim": "width/3", "value_dim": "width/3", "label": "thirds"}
@@ -187,6 +198,7 @@ def test_a_spent_budget_leaves_the_rest(write: Write, capsys: pytest.CaptureFixt
         (["--set", "training.schedule=cosin"], "cosine"),
         (["--set", "run.device=abacus"], "abacus"),
         (["--set", "run.parallel=0"], "parallel"),
+        (["--set", "run.matmul_precision=tf32"], "matmul_precision"),
         (["--set", "run.output=."], "run: output"),
         (["--shard", "5/4"], "--shard"),
         (["--shard", "5/5"], "use fewer shards"),

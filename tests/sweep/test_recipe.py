@@ -58,6 +58,7 @@ def test_a_row_is_known_by_everything_that_decides_its_numbers(tiny: dict[str, A
     keys = [key(), *(key(change) for change in changes)]
     assert len(set(keys)) == len(keys)
     assert key("run.parallel=3", "run.output=elsewhere.json", "training.learning_rates=[0.003]") == key()
+    assert key("run.matmul_precision=high") == key()
 
 
 def test_sizes_relative_to_the_width() -> None:

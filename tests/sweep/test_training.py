@@ -2,17 +2,20 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from longrecall.errors import UserError
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.sweep import scheduler, training
+from longrecall.sweep import scheduler, slots, training
 from longrecall.sweep.examples import Cells, draw_examples
 from longrecall.sweep.grid import RunSpec, sizes
-from longrecall.sweep.scheduler import train_all
+from longrecall.sweep.scheduler import shares, train_all
 from longrecall.sweep.training import ModelRun, thinned
 from longrecall.tasks.sequences import sequence_batch
 
@@ -131,23 +134,29 @@ def test_a_full_gpu_waits_for_room(make_spec: MakeSpec, monkeypatch: pytest.Monk
         def work(self) -> Any:
             yield from [True] * 3
 
+        def mark(self) -> None:
+            return None
+
         def row(self) -> dict[str, Any]:
             return {"seed": self.spec.seed, "status": "done"}
 
         def close(self) -> None:
             alive.remove(self.spec.seed)
 
-    monkeypatch.setattr(scheduler, "ModelRun", Fake)
+    monkeypatch.setattr(slots, "ModelRun", Fake)
     specs = [make_spec(f"training.seeds=[{seed}]") for seed in range(4)]
     rows: list[dict[str, Any]] = []
-    slots = scheduler._Slots(specs, CPU, 4, rows.append)
-    while slots.busy:
-        slots.turn()
+    queue = iter(specs)
+    slots.Slots(lambda: next(queue, None), CPU, 4, rows.append).work(None)
     assert [row["seed"] for row in rows] == [0, 1, 2, 3] and not alive
     assert attempts == [0, 1, 2, 2, 3]
     most = 0
     assert train_all(specs[:1], CPU, 1, None, rows.append)
     assert rows[-1]["status"] == "failed" and rows[-1]["reason"] == "no room"
+    handed_back: list[RunSpec] = []
+    queue = iter(specs[:1])
+    slots.Slots(lambda: next(queue, None), CPU, 4, rows.append, handed_back.append).work(None)
+    assert handed_back == specs[:1] and len(rows) == 5
 
 
 def test_scores_are_named_rightly() -> None:
@@ -184,6 +193,81 @@ def test_the_budget_ends_what_runs(make_spec: MakeSpec) -> None:
     rows: list[dict[str, Any]] = []
     assert train_all([make_spec()], CPU, 1, 0.0, rows.append) is False
     assert rows == []
+
+
+def test_what_the_budget_stops_is_told(make_spec: MakeSpec) -> None:
+    """A run of a year: its row as far as it got, and no row that counts."""
+    rows: list[dict[str, Any]] = []
+    running: list[dict[str, Any]] = []
+    specs = [make_spec("training.epochs=100000000"), make_spec("training.seeds=[1]")]
+    assert train_all(specs, CPU, 1, time.time() + 0.5, rows.append, on_running=running.append) is False
+    assert rows == [] and [row["key"] for row in running] == [specs[0].key]
+    assert running[0]["status"] == "running" and running[0]["steps"] > 0
+
+
+def test_a_run_is_never_far_ahead_of_the_gpu() -> None:
+    """An event is awaited when `STEPS_AHEAD` steps have been enqueued behind it, and only then."""
+    marks: list[int] = []
+    awaited: list[tuple[int, int]] = []
+
+    class Fake:
+        def work(self) -> Any:
+            yield from [True] * 12 + [False] + [True]
+
+        def mark(self) -> int:
+            marks.append(len(marks))
+            return marks[-1]
+
+        def reached(self, event: int) -> Any:
+            awaited.append((event, len(marks)))
+            yield False
+
+    yielded = list(slots.paced(cast("ModelRun", Fake())))
+    assert awaited == [(step, step + slots.STEPS_AHEAD + 1) for step in range(13 - slots.STEPS_AHEAD)]
+    assert sum(yielded) == 13 == len(marks) and len(yielded) == 14 + len(awaited)
+
+
+@pytest.mark.parametrize(("parallel", "processes"), [(5, 2), (4, 4), (14, 3), (1, 1)])
+def test_processes_share_the_runs(parallel: int, processes: int) -> None:
+    found = shares(parallel, processes)
+    assert len(found) == processes and sum(found) == parallel and max(found) - min(found) <= 1
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_an_error(make_spec: MakeSpec) -> None:
+    """The others are ended too, and what had its row before keeps it."""
+    specs = [make_spec(), make_spec("training.epochs=100000000"), make_spec("training.epochs=100000001")]
+    rows: list[dict[str, Any]] = []
+
+    def kill_one(row: dict[str, Any]) -> None:
+        rows.append(row)
+        multiprocessing.active_children()[0].kill()
+
+    with pytest.raises(UserError, match="exit code -9"):
+        train_all(specs, CPU, 2, None, kill_one)
+    assert [row["key"] for row in rows] == [specs[0].key]
+    assert not multiprocessing.active_children()
+
+
+def test_what_had_no_room_gets_it_afterwards(make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes hand a run back; it is trained when they have ended, and its row counts once."""
+    specs = [make_spec(), make_spec("training.seeds=[1]")]
+    monkeypatch.setattr(scheduler, "train_in_processes", lambda given, *_: list(given)[1:])
+    rows: list[dict[str, Any]] = []
+    assert train_all(specs, CPU, 2, None, rows.append) is False
+    assert [row["key"] for row in rows] == [specs[1].key]
+
+
+def test_the_precision_of_products_ends_with_the_sweep(make_spec: MakeSpec) -> None:
+    rows: list[dict[str, Any]] = []
+    before = torch.get_float32_matmul_precision()
+    for precision in ("highest", "high"):
+        assert train_all([make_spec()], CPU, 1, None, rows.append, matmul_precision=precision)
+    assert [row["matmul_precision"] for row in rows] == ["highest", "high"]
+    assert torch.get_float32_matmul_precision() == before
+    # Most CPUs do not round the factors; one that does keeps ten bits of them.
+    losses = [[entry[1] for entry in row["history"]] for row in rows]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
 def test_history_is_thinned_from_the_end() -> None:

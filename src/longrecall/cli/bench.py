@@ -15,6 +15,8 @@ from longrecall.units import parse_length
 if TYPE_CHECKING:
     import torch
 
+    from longrecall.ops.dispatch import Backend
+
 HELP = "measure throughput of a checkpoint, or of the recurrences, on this machine"
 EXAMPLE = (
     "longrecall bench bigger/ --length 2k --batch 1\n  longrecall bench ops --length 512 --heads 4 --dim 64 --json"
@@ -125,10 +127,11 @@ def bench_ops(args: argparse.Namespace, length: int) -> list[dict[str, Any]]:
         ("gated_linear_attention, decay per head", gated_linear_attention, (q, k, v, per_head)),
         ("gated_delta_rule", gated_delta_rule, (q, k, v, per_head, beta)),
     ]
-    usable = [name for name, backend in BACKENDS.items() if not backend.kernels or device.type == "cuda"]
     rows: list[dict[str, Any]] = []
     for name, op, tensors in cases:
         inputs = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+        named: dict[str, torch.Tensor | None] = dict(zip(("q", "k", "v", "log_decay", "beta"), inputs, strict=False))
+        usable = [key for key, b in BACKENDS.items() if not b.kernels or _serves(b, device, op.__name__, named)]
         for backward in (False, True):
             what = "forward+backward" if backward else "forward"
             for backend in usable:
@@ -136,6 +139,10 @@ def bench_ops(args: argparse.Namespace, length: int) -> list[dict[str, Any]]:
                 timed = _measure(step, batch * length, args.repeats, device)
                 rows.append({"op": name, "what": what, "backend": backend, **timed})
     return [row | {"times_reference": _reference(rows, row) / row["milliseconds"]} for row in rows]
+
+
+def _serves(backend: Backend, device: torch.device, op: str, inputs: dict[str, torch.Tensor | None]) -> bool:
+    return device.type == "cuda" and (backend.declines is None or backend.declines(op, inputs) is None)
 
 
 def _op_step(

@@ -120,7 +120,7 @@ def describe_backends() -> list[dict[str, Any]]:
     for backend in BACKENDS.values():
         reason = None if backend.unavailable is None else backend.unavailable()
         facts = {"name": backend.name, "usable": reason is None, "reason": reason, "purpose": backend.purpose}
-        found.append({**facts, "ops": sorted(backend.functions)})
+        found.append({**facts, "ops": sorted([*backend.functions, *backend.inside_layers])})
     return found
 
 

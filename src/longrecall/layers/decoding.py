@@ -150,7 +150,8 @@ def _linear_attention(
     mixer: LinearAttentionMixer, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor
 ) -> None:
     """GLA, RetNet, DeltaNet and Gated DeltaNet, expanded and merged ones included."""
-    from longrecall.ops.triton.decoding import gated_norm, recurrence
+    from longrecall.ops.triton.decoding import gated_norm
+    from longrecall.ops.triton.decoding_recurrence import recurrence
 
     state = buffers["recurrent"]
     names = [name for name in ("q", "k", "v", "g", "b", "a") if getattr(mixer, f"{name}_proj", None) is not None]
@@ -215,7 +216,7 @@ def _rotated(mixer: RetNet, y: Tensor, position: Tensor) -> Tensor:
 
 def _gate(mixer: LinearAttentionMixer, raw: Tensor | None, low_rank: Tensor) -> Any:
     """The decay of a mixer: `raw` is its a_proj, `low_rank` the first half of GLA's projection."""
-    from longrecall.ops.triton.decoding import Gate
+    from longrecall.ops.triton.decoding_recurrence import Gate
 
     if isinstance(mixer, GatedDeltaNet):
         return Gate("delta", raw, mixer.dt_bias, mixer.A_log)
@@ -245,8 +246,9 @@ def _sum(mixer: LinearAttentionMixer, value_heads: int, merged: bool) -> Any:
 
 
 def _mamba2(mixer: Mamba2, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor) -> None:
-    from longrecall.ops.triton.decoding import Gate, convolve, gated_norm, recurrence
     from longrecall.ops.triton.decoding import Sum as Parts
+    from longrecall.ops.triton.decoding import convolve, gated_norm
+    from longrecall.ops.triton.decoding_recurrence import Gate, recurrence
 
     config, conv = mixer.config, mixer.conv
     (projected,) = stream.project(norm, [mixer.in_proj.weight])

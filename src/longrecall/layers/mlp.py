@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from longrecall.layers.projections import is_plain, project
+from longrecall.ops.normalisation import gated_projection, silu_product
 
 
 class SwiGLU(nn.Module):
@@ -16,5 +18,8 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(inner_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gated: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = project(x, {"gate": self.gate_proj, "up": self.up_proj}).values()
+        if is_plain(self.down_proj):
+            return gated_projection(gate, up, self.down_proj.weight)
+        gated: Tensor = self.down_proj(silu_product(gate, up))
         return gated

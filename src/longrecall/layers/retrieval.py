@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrecall.errors import UserError
+from longrecall.layers import retrieval_reading
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes, state_under
 from longrecall.layers.tokens import TokenContext
 from longrecall.ops.retrieval import best_chunks, selected_attention
@@ -204,19 +205,41 @@ class Retrieval(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x and the mixer's output y ``[B, T, d]``, earlier chunk vectors -> the layer's output, all chunk vectors.
 
-        Where the context keeps its width (decoding in place) so do the vectors, and nothing waits for the GPU.
+        Where the context keeps its width (decoding in place) so do the vectors, and nothing waits for the GPU. Where it
+        has a room the vectors are in there, and what is returned are the earlier ones.
         """
-        vectors = self._chunk_vectors(earlier, context, x.shape[1])
+        if context.room is not None:
+            assert earlier is not None
+            return self._retrieve_in_room(x, y, context, mask), earlier
+        vectors = self._chunk_vectors(earlier, context, x.shape[1], padded=mask is not None)
         if not vectors.shape[1]:
             return y, vectors
+        if retrieval_reading.declines(self, x, context, mask) is None:
+            return retrieval_reading.read(self, x, y, vectors, context), vectors
         finished = context.finished(self.config.chunk, x.shape[1], mask)
         chosen = self._select(x, vectors, finished, context.earlier)
         keys, values, local = self._keys_and_values(context, chosen.chunks)
+        found = self._attend(x, keys, values, chosen._replace(chunks=local))
+        return self._blended(x, y, found, finished > 0), vectors
+
+    def _retrieve_in_room(self, x: Tensor, y: Tensor, context: TokenContext, mask: Tensor | None) -> Tensor:
+        room = context.room
+        assert room is not None and context.embedded is not None
+        kept = room.keep(self, context.embedded)
+        if retrieval_reading.declines(self, x, context, mask) is None:
+            return retrieval_reading.read(self, x, y, kept.vectors, context, kept)
+        finished = room.positions // self.config.chunk
+        chosen = self._select(x, kept.vectors, finished, room.room)
+        return self._blended(x, y, self._attend(x, kept.keys, kept.values, chosen), finished > 0)
+
+    def _attend(self, x: Tensor, keys: Tensor, values: Tensor, chosen: Selection) -> Tensor:
+        """What every token reads of the chosen chunks of keys and values ``[B, S, G, P]``: ``[B, T, d]``."""
         q = self.q_proj(x).unflatten(-1, (-1, self.config.head_dim))
-        found = selected_attention(q, keys, values, local, chosen.weights, self.config.chunk).flatten(-2)
+        found = selected_attention(q, keys, values, chosen.chunks, chosen.weights, self.config.chunk).flatten(-2)
         if chosen.share is not None:
             found = found * chosen.share[..., None]
-        return self._blended(x, y, self.o_proj(found.to(x.dtype)), finished > 0), vectors
+        projected: Tensor = self.o_proj(found.to(x.dtype))
+        return projected
 
     def _blended(self, x: Tensor, y: Tensor, found: Tensor, any_chunk: Tensor) -> Tensor:
         alpha = self.config.alpha if self.blend is None else self.blend(x)
@@ -232,7 +255,7 @@ class Retrieval(nn.Module):
         vectors: Tensor = self.query_encoder(x)
         return vectors
 
-    def _chunk_vectors(self, earlier: Tensor | None, context: TokenContext, length: int) -> Tensor:
+    def _chunk_vectors(self, earlier: Tensor | None, context: TokenContext, length: int, padded: bool) -> Tensor:
         """Vectors ``[B, N, E]`` of every finished chunk, zeros where a row has fewer; `length`: T of the segment."""
         size, (batch, columns) = self.config.chunk, context.ids.shape
         count = columns // size
@@ -242,6 +265,8 @@ class Retrieval(nn.Module):
             )
         if context.embedded is not None:
             whole = context.embedded[:, : count * size].unflatten(1, (count, size))
+            if not padded:
+                return self.encode_chunks(whole)
             ended = torch.arange(count, device=whole.device) < ((context.ids >= 0).sum(1) // size)[:, None]
             return self.encode_chunks(whole).masked_fill(~ended[..., None], 0.0)
         first, last = context.before // size, (context.ids >= 0).sum(1) // size

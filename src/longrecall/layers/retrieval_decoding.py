@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrecall.layers.decoding import Buffers, FusedStream, Step, Stream
+from longrecall.layers.decoding import Buffers, FewRowsStream, FusedStream, Step, Stream
 from longrecall.layers.norm import RMSNorm
 from longrecall.layers.retrieval import Retrieval
 from longrecall.layers.tokens import EMBEDDING_EPS, TokenContext
-from longrecall.ops.retrieval import best_chunks, selected_attention
+from longrecall.ops.retrieval import selected_attention
 from longrecall.ops.triton import backend as triton
 
 WIDEST = 8192
@@ -18,12 +17,16 @@ WIDEST = 8192
 
 
 class Aside(Stream):
-    """Reads another stream, and keeps a layer's output `found` ``[B, d]`` aside instead of adding it."""
+    """Reads another stream, and keeps a layer's output ``[B, d]`` aside instead of adding it.
+
+    The first `product` is put off: what comes after the layer may form it together with others.
+    """
 
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream.x, stream.dtype)
         self.stream = stream
         self.found: Tensor | None = None
+        self.product: tuple[Tensor, Tensor] | None = None
 
     def normed(self, norm: RMSNorm) -> Tensor:
         return self.stream.normed(norm)
@@ -33,6 +36,20 @@ class Aside(Stream):
 
     def add(self, y: Tensor) -> None:
         self.found = y if self.found is None else self.found + y
+
+    def add_product(self, y: Tensor, weight: Tensor) -> None:
+        if self.found is None and self.product is None:
+            self.product = (y, weight)
+        else:
+            super().add_product(y, weight)
+
+    def result(self) -> Tensor:
+        """The layer's output ``[B, d]``, the product included that was put off."""
+        if self.product is not None:
+            self.add(F.linear(*self.product))
+            self.product = None
+        assert self.found is not None
+        return self.found
 
 
 def retrieval_step(mixer: Retrieval, base: Step, tokens: Tensor, embeddings: nn.Embedding) -> Step:
@@ -46,13 +63,12 @@ def retrieval_step(mixer: Retrieval, base: Step, tokens: Tensor, embeddings: nn.
         own = {name.removeprefix("base."): tensor for name, tensor in buffers.items() if name.startswith("base.")}
         aside = Aside(stream)
         base(aside, norm, own, position)
-        assert aside.found is not None
         chunk = buffers["chunk"]
         if isinstance(stream, FusedStream) and _declines(mixer, embeddings, chunk) is None:
-            stream.add(_fused(mixer, stream, norm, aside.found, chunk, tokens, position, embeddings.weight))
+            _fused(mixer, stream, norm, aside, chunk, tokens, position, embeddings.weight)
             return
         context = TokenContext(tokens, position, tokens.shape[1], embeddings, None)
-        x, y = stream.normed(norm)[:, None], aside.found[:, None]
+        x, y = stream.normed(norm)[:, None], aside.result()[:, None]
         y, vectors = mixer.retrieve(x, y, chunk, context, None)
         chunk.copy_(vectors)
         stream.add(y[:, 0])
@@ -74,33 +90,37 @@ def _declines(mixer: Retrieval, embeddings: nn.Embedding, vectors: Tensor) -> st
 
 def _fused(
     mixer: Retrieval,
-    stream: Stream,
+    stream: FusedStream,
     norm: RMSNorm,
-    y: Tensor,
+    base: Aside,
     vectors: Tensor,
     tokens: Tensor,
     position: Tensor,
     table: Tensor,
-) -> Tensor:
-    """`Retrieval.retrieve` for one token in few launches: y ``[B, d]`` -> the layer's output; `vectors` in place."""
-    from longrecall.ops.triton.retrieval_decoding import add_chunk_vector, blend, read_chunks
+) -> None:
+    """`Retrieval.retrieve` for one token in few launches, added to the stream; `vectors` in place.
+
+    `base` holds what the layer's mixer gave.
+    """
+    from longrecall.ops.triton import retrieval_decoding as kernels
 
     config, own = mixer.config, mixer.blend
     by_input = None if own is None else own.weight
     weights = [mixer.q_proj.weight, mixer.query_encoder.weight, *([] if by_input is None else [by_input])]
     q, queries, *rest = stream.project(norm, weights)
-    # The chunk that this token ends ends before the next token only: it may not be chosen yet.
-    add_chunk_vector(table, tokens, position, mixer.chunk_encoder.weight, vectors, config.chunk, EMBEDDING_EPS)
-    finished = torch.div(position, config.chunk, rounding_mode="floor")[:, None]
-    # A query's norm changes no order; `read_chunks` divides the scores by it.
-    offered = best_chunks(queries[:, None].contiguous(), vectors, finished, config.candidates, backend="triton")
-    read, local, logits, share = read_chunks(
-        table, tokens, *offered, queries, mixer.temperature, config.top_k, config.chunk, EMBEDDING_EPS
-    )
+    chosen, local, logits, share = kernels.choose(
+        table, tokens, position, mixer.chunk_encoder.weight, vectors, queries, mixer.temperature,
+        config.chunk, config.candidates, config.top_k, EMBEDDING_EPS,
+    )  # fmt: skip
+    projections = (mixer.k_proj.weight, mixer.v_proj.weight)
+    read = kernels.keys_and_values(table, tokens, chosen, projections, config.chunk, EMBEDDING_EPS)
     heads = (-1, config.head_dim)
-    keys, values = (F.linear(read, proj.weight).unflatten(-1, heads) for proj in (mixer.k_proj, mixer.v_proj))
+    keys, values = (x.unflatten(-1, heads) for x in read)
     q = q[:, None].unflatten(-1, heads)
-    found = selected_attention(q, keys, values, local, logits, config.chunk, backend="triton")
-    found = F.linear(found.flatten(1), mixer.o_proj.weight)
-    bias = None if own is None else own.bias
-    return blend(y, found, share, position, config.chunk, config.alpha, bias, rest[0] if rest else None)
+    found = selected_attention(q, keys, values, local, logits, config.chunk, backend="triton").flatten(1)
+    how = (share, position, config.chunk, config.alpha, None if own is None else own.bias, rest[0] if rest else None)
+    if isinstance(stream, FewRowsStream) and base.product is not None:
+        # The products before have added to `x` whatever was yet to be added.
+        kernels.add_blended_products(stream.x, base.product, (found, mixer.o_proj.weight), *how)
+    else:
+        stream.add(kernels.blend(base.result(), F.linear(found, mixer.o_proj.weight), *how))

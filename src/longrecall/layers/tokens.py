@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch.nn import functional as F
 
 from longrecall.layers.mixers.base import MixerConfig
 from longrecall.layers.rotary import token_positions
+
+if TYPE_CHECKING:
+    from longrecall.layers.retrieval_room import ReadingRoom
 
 NO_TOKEN = -1
 """Fills a row that has fewer tokens than another one."""
@@ -29,6 +33,8 @@ class TokenContext:
         earlier: the columns that those took: a token in column i of the segment has position `earlier` + i at most.
         lookup: token ids of any shape -> their embeddings ``[..., d]``.
         embedded: ``[B, S, d]``, what `embed` gives for `ids`, when this segment is the first: nothing was read before.
+        room: where what was read before is kept instead, in segments of fixed shapes; `ids` and `embedded` are then
+            those of the segment alone, of which the last may be padding in all rows.
     """
 
     ids: Tensor
@@ -36,6 +42,7 @@ class TokenContext:
     earlier: int
     lookup: Callable[[Tensor], Tensor]
     embedded: Tensor | None
+    room: ReadingRoom | None = None
 
     @classmethod
     def read(

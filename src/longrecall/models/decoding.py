@@ -22,10 +22,11 @@ from longrecall.layers.decoding import (
     plain_step,
 )
 from longrecall.layers.mixers.base import LayerState, MixerConfig
+from longrecall.layers.recording import record, recording_stream
 from longrecall.layers.retrieval import Retrieval, RetrievalConfig
 from longrecall.layers.retrieval_decoding import retrieval_step
 from longrecall.layers.tokens import NO_TOKEN
-from longrecall.models.prefill import CapturedSegment
+from longrecall.models.prefill import LENGTHS, CapturedSegments, read_prompt, why_no_segments
 from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
 from longrecall.models.state import RecurrentState
 
@@ -33,7 +34,10 @@ KEPT_STEPS = 4
 """Captured steps and segments a model keeps, those used last."""
 
 LEAST_ROOM = 4096
-"""Tokens of context that a captured step with retrieval has room for at least; more is a power of two."""
+"""Tokens of context that captured work with retrieval has room for at least; more is a power of two."""
+
+MOST_ROOM = 131072
+"""Tokens of a prompt that is read in segments by a model with retrieval: their keys and values stay in memory."""
 
 
 def why_no_graph(model: RecurrentLM) -> str | None:
@@ -67,6 +71,18 @@ def why_not_fixed(model: RecurrentLM) -> str | None:
         if grows(layer.mixer):
             return f"layer {index} ({layer.mixer.type}) keeps a cache that grows with the context"
     return None
+
+
+def why_no_room(model: RecurrentLM, columns: int) -> str | None:
+    """Return why a prompt of so many tokens is not read in segments; None where the state has or gets a fixed shape."""
+    if why_not_fixed(model) is None:
+        return None
+    if columns > MOST_ROOM:
+        return f"retrieval layers get room for {MOST_ROOM} tokens at most"
+    for index, layer in enumerate(model.config.layer_configs()):
+        if isinstance(layer.mixer, RetrievalConfig) and LENGTHS[0] % layer.mixer.chunk:
+            return f"layer {index}: chunks of {layer.mixer.chunk} tokens do not fill segments of {LENGTHS[0]}"
+    return why_no_step(model)
 
 
 def grows(mixer: MixerConfig) -> bool:
@@ -176,19 +192,13 @@ class DecodingStep:
 
     def capture(self) -> None:
         """Record the step; the buffers are left as they were after construction (zeros)."""
-        stream = torch.cuda.Stream(self.model.device)
-        stream.wait_stream(torch.cuda.current_stream(self.model.device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._run()
-        torch.cuda.current_stream(self.model.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.logits = self._run()
-        self.graph = graph
+        self.graph = record(self._keep_logits, 2, recording_stream(self.model.device))
         for layer in self.buffers:
             for tensor in layer.values():
                 tensor.zero_()
+
+    def _keep_logits(self) -> None:
+        self.logits = self._run()
 
     def _run(self) -> Tensor:
         model = self.model.model
@@ -223,26 +233,48 @@ def addresses(model: RecurrentLM) -> tuple[int, ...]:
     return tuple(parameter.data_ptr() for parameter in model.parameters())
 
 
+def _room_for(tokens: int) -> int:
+    """Room for so many tokens: a few sizes, so that what was captured serves other contexts too."""
+    return max(LEAST_ROOM, 1 << (tokens - 1).bit_length())
+
+
 def captured_step(model: RecurrentLM, batch: int, room: int = 0) -> DecodingStep:
     """Return the model's captured step for this batch size, made on first use and kept for the next calls.
 
     `room`: the tokens that a context will have at most, for a model with retrieval layers.
     """
     model.decoding.check()
-    room = max(LEAST_ROOM, 1 << (room - 1).bit_length()) if room else 0
+    room = _room_for(room) if room else 0
 
     def make() -> DecodingStep:
-        return DecodingStep(model, batch, model.decoding.state_dtype, room=room)
+        step = DecodingStep(model, batch, model.decoding.state_dtype, room=room)
+        step.capture()
+        return step
 
     return _kept(model, ("step", batch, model.decoding.state_dtype, *([room] if room else [])), make)
 
 
-def captured_segment(model: RecurrentLM, batch: int) -> CapturedSegment:
-    """Return the model's captured segment for reading long prompts of `batch` rows, made on first use."""
-    return _kept(model, ("segment", batch), lambda: CapturedSegment(model, batch))
+def captured_segments(model: RecurrentLM, batch: int, columns: int = 0) -> CapturedSegments:
+    """Return the model's segments for reading prompts of `batch` rows, each captured when it is first needed.
+
+    `columns`: tokens of the prompt, for which a model with retrieval layers must have room; others need none.
+    """
+    room = 0 if why_not_fixed(model) is None else _room_for(columns)
+    key = ("segments", batch, *([room] if room else []))
+    return _kept(model, key, lambda: CapturedSegments(model, batch, room=room))
 
 
-Captured = TypeVar("Captured", DecodingStep, CapturedSegment)
+def read_captured(model: RecurrentLM, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, RecurrentState] | None:
+    """Read a prompt ``[B, T]`` in captured segments: its last logits ``[B, vocab]`` and its state.
+
+    None where a plain forward pass is to read it: large batches, padding, states without room.
+    """
+    if why_no_segments(ids, mask) is not None or why_no_room(model, ids.shape[1]) is not None:
+        return None
+    return read_prompt(model, captured_segments(model, *ids.shape), ids, None)
+
+
+Captured = TypeVar("Captured", DecodingStep, CapturedSegments)
 
 
 def _kept(model: RecurrentLM, key: tuple[Any, ...], make: Callable[[], Captured]) -> Captured:
@@ -252,7 +284,6 @@ def _kept(model: RecurrentLM, key: tuple[Any, ...], make: Callable[[], Captured]
     place, found = kept.pop(key, (None, None))
     if place != where:
         found = make()
-        found.capture()
     kept[key] = (where, found)
     while len(kept) > KEPT_STEPS:
         kept.pop(next(iter(kept)))

@@ -133,13 +133,13 @@ class RecurrentGeneration(GenerationMixin):
     def _read(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
     ) -> tuple[Tensor, RecurrentState]:
-        """The prompt's last logits ``[B, vocab]`` and its state; a long prompt without padding in captured segments."""
-        from longrecall.models.decoding import captured_segment, why_not_fixed
-        from longrecall.models.prefill import read_prompt, why_no_segments
+        """The prompt's last logits ``[B, vocab]`` and its state; a prompt without padding in captured segments."""
+        from longrecall.models.decoding import read_captured
 
-        model, mask = cast(Any, self), model_kwargs.get("attention_mask")
+        model = cast(Any, self)
         fresh = model_kwargs.get("past_key_values") is None and model_kwargs.get("inputs_embeds") is None
-        if fresh and why_no_segments(input_ids, mask) is None and why_not_fixed(model) is None:
-            return read_prompt(model, captured_segment(model, input_ids.shape[0]), input_ids, None)
+        found = read_captured(model, input_ids, model_kwargs.get("attention_mask")) if fresh else None
+        if found is not None:
+            return found
         outputs = model._prefill(input_ids, generation_config, model_kwargs)
         return outputs.logits[:, -1], outputs.past_key_values

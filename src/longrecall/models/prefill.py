@@ -1,69 +1,187 @@
-"""Reading a long prompt in captured segments: one CUDA graph for so many tokens, replayed until the prompt is read.
+"""Reading a prompt in captured segments: a CUDA graph for so many tokens, replayed until the prompt is read.
 
 A forward pass of a few thousand tokens is hundreds of short launches, which a GPU ends sooner than Python sends them.
-With a state of fixed shape a segment is the same work every time, as a decoding step is (models/decoding.py).
+With a state of fixed shape a segment is the same work every time, as a decoding step is (models/decoding.py). What is
+left of a prompt fills a part of a last segment; the other tokens there are padding, which no mixer's state notices.
+Retrieval layers, whose state grows, write into a room for the whole prompt (layers/retrieval_room.py).
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from longrecall.layers.mixers.base import LayerState
+from longrecall.layers.recording import record, recording_stream
+from longrecall.layers.retrieval import Retrieval
+from longrecall.layers.retrieval_room import ReadingRoom
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
+from longrecall.ops.padding import at_the_end
 
-SEGMENT = 4096
-"""Tokens of a captured segment."""
+LENGTHS = (512, 1024, 2048, 4096)
+"""Tokens of segments. Fewer than the first take a GPU nearly as long, as it then waits for weights and launches."""
+
+SEGMENT = LENGTHS[-1]
+"""A prompt is read in segments of this length; what is left, in one of the shortest that holds it."""
 
 MOST_ROWS = 4
 """Larger batches keep the GPU busy by themselves."""
 
+EAGER_FIRST = 1
+"""Rests that are read eagerly before segments are captured for them, which takes as long as a few eager passes."""
 
-class CapturedSegment:
-    """`SEGMENT` tokens of every row from a state: the next state and the logits of the last token."""
 
-    def __init__(self, model: RecurrentLM, batch: int, length: int = SEGMENT) -> None:
-        self.model, self.length = model, length
-        self.ids = torch.zeros(batch, length, dtype=torch.long, device=model.device)
-        self.state = model.zero_state(batch)
-        self.logits = torch.zeros(0, device=model.device)
-        self.graph: torch.cuda.CUDAGraph | None = None
+class Kind(NamedTuple):
+    """What there is one graph for: so many tokens, the last of which are padding or not."""
 
-    def _run(self) -> Tensor:
-        out = self.model(self.ids, past_key_values=self.state, use_cache=True, logits_to_keep=1)
-        for buffers, after in zip(self.state.layers, out.past_key_values.layers, strict=True):
-            for name, tensor in after.items():
-                buffers[name].copy_(tensor)
-        self.state.position.add_(self.length)
-        logits: Tensor = out.logits[:, -1]
-        return logits
+    length: int
+    padded: bool
 
-    def capture(self) -> None:
-        """Record the work of a segment; the state is unspecified afterwards."""
-        stream = torch.cuda.Stream(self.model.device)
-        stream.wait_stream(torch.cuda.current_stream(self.model.device))
-        with torch.cuda.stream(stream):
-            self._run()
-        torch.cuda.current_stream(self.model.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.logits = self._run()
-        self.graph = graph
 
-    def load(self, state: RecurrentState) -> None:
-        """Copy a state of this batch size into the buffers."""
-        for buffers, layer in zip(self.state.layers, state.layers, strict=True):
+class StateBlocks:
+    """The tensors of a state in one block of memory for each shape and dtype, so that few launches copy all of them.
+
+    `layers` are views of the blocks: written by `write` and `clear`, changed by nobody else.
+    """
+
+    def __init__(self, state: RecurrentState) -> None:
+        self.places: dict[Any, list[tuple[int, str]]] = {}
+        for index, layer in enumerate(state.layers):
             for name, tensor in layer.items():
-                buffers[name].copy_(tensor)
-        self.state.position.copy_(state.position)
+                self.places.setdefault((tensor.shape, tensor.dtype), []).append((index, name))
+        self.blocks = {
+            (shape, dtype): torch.zeros((len(places), *shape), dtype=dtype, device=state.position.device)
+            for (shape, dtype), places in self.places.items()
+        }
+        self.position = torch.zeros_like(state.position)
+        self.layers = self._views(self.blocks, len(state.layers))
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Read ids ``[B, length]``; logits ``[B, vocab]`` of the last one, overwritten by the next call."""
-        self.ids.copy_(ids)
-        if self.graph is None:
-            self.logits = self._run()
-        else:
-            self.graph.replay()
+    def _views(self, blocks: dict[Any, Tensor], count: int) -> tuple[LayerState, ...]:
+        layers: tuple[LayerState, ...] = tuple({} for _ in range(count))
+        for key, places in self.places.items():
+            for (index, name), tensor in zip(places, blocks[key], strict=True):
+                layers[index][name] = tensor
+        return layers
+
+    def clear(self) -> None:
+        """Go back to the state before the first token."""
+        for tensor in (*self.blocks.values(), self.position):
+            tensor.zero_()
+
+    def write(self, layers: tuple[LayerState, ...], position: Tensor) -> None:
+        """Copy a state of the same shapes; its tensors may be those of `layers`."""
+        for key, places in self.places.items():
+            block = self.blocks[key]
+            memory = block.untyped_storage().data_ptr()
+            parts = [layers[index][name] for index, name in places]
+            # What a mixer hands on as it was lies where it is to be written.
+            parts = [part.clone() if part.untyped_storage().data_ptr() == memory else part for part in parts]
+            torch.cat(parts, out=block.flatten(0, 1))
+        self.position.copy_(position)
+
+    def export(self, length: int) -> RecurrentState:
+        """A copy as a state that has seen `length` columns."""
+        copies = {key: block.clone() for key, block in self.blocks.items()}
+        return RecurrentState(self._views(copies, len(self.layers)), self.position.clone(), length)
+
+
+class CapturedSegments:
+    """Segments of one batch size that read on and on into a state of their own, each captured on its first use.
+
+    Off a GPU the same work runs eagerly. `lengths`: tokens of segments, ascending. `room`: tokens of the
+    longest prompt, a multiple of the last, for a model with retrieval layers, which reads from the first token on only.
+    """
+
+    def __init__(self, model: RecurrentLM, batch: int, lengths: tuple[int, ...] = LENGTHS, room: int = 0) -> None:
+        self.model, self.lengths, self.longest = model, lengths, lengths[-1]
+        self.ids = {length: torch.zeros(batch, length, dtype=torch.long, device=model.device) for length in lengths}
+        self.count = torch.ones(1, dtype=torch.long, device=model.device)
+        self.state = StateBlocks(model.zero_state(batch))
+        self.retrieval = [layer.mixer if isinstance(layer.mixer, Retrieval) else None for layer in model.model.layers]
+        looking = [layer for layer in self.retrieval if layer is not None]
+        self.room = ReadingRoom(looking, batch, room) if looking else None
+        self.logits = torch.zeros(0, device=model.device)
+        self.graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
+        self.rests = 0
+
+    @torch.no_grad()
+    def _run(self, kind: Kind) -> None:
+        ids, mask = self.ids[kind.length], None
+        if kind.padded:
+            mask = (torch.arange(kind.length, device=ids.device) < self.count).expand(ids.shape)
+        before = RecurrentState(self.state.layers, self.state.position)
+        embed = self.model.model.embeddings
+        context = None if self.room is None else self.room.segment(ids, before.position, embed)
+        with nullcontext() if mask is None else at_the_end(mask):
+            hidden, after, _, _ = self.model.model(embed(ids), before, mask, context=context)
+        last = hidden[:, -1] if mask is None else hidden.index_select(1, self.count - 1)[:, 0]
+        logits = self.model.lm_head(last)
+        if self.logits.shape != logits.shape:
+            self.logits = torch.empty_like(logits)
+        self.logits.copy_(logits)
+        self.state.write(after.layers, after.position)
+
+    def _capture(self, kind: Kind) -> None:
+        """Record a segment; the state is unspecified afterwards."""
+        # Before the recording comes an eager run: the count of a longer segment would be out of range in it.
+        self.count.fill_(1)
+        # Segments run one after the other, and leave nothing in what they share.
+        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
+        stream = recording_stream(self.model.device)
+        self.graphs[kind] = record(lambda: self._run(kind), 1, stream, pool=pool)
+
+    def prepare(self, columns: int) -> None:
+        """Capture what a prompt of so many columns needs and has not been captured; the state is unspecified then."""
+        if self.model.device.type == "cuda":
+            for kind in dict.fromkeys(kind for kind, _ in self._pieces(columns)):
+                if kind not in self.graphs:
+                    self._capture(kind)
+
+    def export(self, ids: Tensor, length: int) -> RecurrentState:
+        """A copy of the state after the prompt ids ``[B, T]`` as one that has seen `length` columns."""
+        state = self.state.export(length)
+        if self.room is None:
+            return state
+        layers = list(state.layers)
+        for index, layer in enumerate(self.retrieval):
+            if layer is not None:
+                vectors = self.room.layers[layer].vectors[:, : ids.shape[1] // layer.config.chunk]
+                layers[index] = {**layers[index], "chunk": vectors.clone()}
+        return replace(state, layers=tuple(layers), context=ids.int())
+
+    def reads_rests(self) -> bool:
+        """Whether rests have become common enough for segments of their own; to be asked once for each."""
+        self.rests += 1
+        return self.rests > EAGER_FIRST
+
+    def _pieces(self, columns: int) -> list[tuple[Kind, int]]:
+        """The segments of a prompt of so many columns, and how many of them each reads."""
+        if self.room is not None and columns > self.room.room:
+            raise ValueError(f"the prompt has {columns} tokens, the segments room for {self.room.room}")
+        whole, rest = divmod(columns, self.longest)
+        pieces = [(Kind(self.longest, False), self.longest)] * whole
+        if rest:
+            length = next(length for length in self.lengths if length >= rest)
+            pieces.append((Kind(length, length > rest), rest))
+        return pieces
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Read ids ``[B, T]`` into `state`; the logits ``[B, vocab]`` of the last, overwritten by the next call."""
+        start = 0
+        for kind, columns in self._pieces(ids.shape[1]):
+            self.ids[kind.length][:, :columns].copy_(ids[:, start : start + columns])
+            self.count.fill_(columns)
+            graph = self.graphs.get(kind)
+            if graph is None:
+                self._run(kind)
+            else:
+                graph.replay()
+            start += columns
         return self.logits
 
 
@@ -71,8 +189,6 @@ def why_no_segments(ids: Tensor, mask: Tensor | None) -> str | None:
     """Return why this prompt ``[B, T]`` is read by a plain forward pass; None when segments are worth it."""
     if ids.shape[0] > MOST_ROWS:
         return f"more than {MOST_ROWS} rows"
-    if ids.shape[1] < SEGMENT:
-        return f"shorter than {SEGMENT} tokens"
     if mask is not None and not bool(mask.all()):
         return "padded"
     return None
@@ -80,21 +196,24 @@ def why_no_segments(ids: Tensor, mask: Tensor | None) -> str | None:
 
 @torch.no_grad()
 def read_prompt(
-    model: RecurrentLM, segment: CapturedSegment, ids: Tensor, state: RecurrentState | None
+    model: RecurrentLM, segments: CapturedSegments, ids: Tensor, state: RecurrentState | None
 ) -> tuple[Tensor, RecurrentState]:
     """Read ids ``[B, T]`` from `state` (None = zeros): logits ``[B, vocab]`` of the last token, and the new state."""
-    before = model.zero_state(ids.shape[0]) if state is None else state
-    segment.load(before)
-    whole = ids.shape[1] // segment.length
-    for index in range(whole):
-        logits = segment(ids[:, index * segment.length : (index + 1) * segment.length])
-    read = RecurrentState(
-        segment.state.map(Tensor.clone).layers,
-        segment.state.position.clone(),
-        before.length + whole * segment.length,
-    )
-    rest = ids[:, whole * segment.length :]
-    if rest.shape[1] == 0:
-        return logits.clone(), read
-    out = model(rest, past_key_values=read, use_cache=True, logits_to_keep=1)
+    columns = ids.shape[1]
+    if segments.room is not None and state is not None:
+        raise ValueError("segments of a model with retrieval layers begin with the first token; read this in one pass")
+    captured = columns - columns % segments.longest
+    if captured < columns and segments.reads_rests():
+        captured = columns
+    if captured:
+        segments.prepare(captured)
+        if state is None:
+            segments.state.clear()
+        else:
+            segments.state.write(state.layers, state.position)
+        logits = segments.read(ids[:, :captured]).clone()
+        state = segments.export(ids[:, :captured], captured + (0 if state is None else state.length))
+    if captured == columns and state is not None:
+        return logits, state
+    out = model(ids[:, captured:], past_key_values=state, use_cache=True, logits_to_keep=1)
     return out.logits[:, -1], out.past_key_values

@@ -15,7 +15,7 @@ from transformers.utils.generic import ModelOutput
 from longrecall.errors import UserError
 from longrecall.layers.mixers.base import LayerState, without_auxiliary_losses
 from longrecall.layers.mlp import SwiGLU
-from longrecall.layers.norm import RMSNorm
+from longrecall.layers.norm import RMSNorm, operand_dtype
 from longrecall.layers.tokens import TokenContext, token_argument
 from longrecall.models.config import LayerConfig, RecurrentConfig
 from longrecall.models.generation import CapturedSteps, DecodingOptions, RecurrentGeneration
@@ -58,19 +58,24 @@ class RecurrentLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
+        update: Tensor | None,
         state: LayerState | None,
         mask: Tensor | None,
         position: Tensor,
         dtype: torch.dtype,
         context: TokenContext | None = None,
-    ) -> tuple[Tensor, LayerState]:
-        """The residual stream x ``[B, T, d]`` (any float dtype), computed on in `dtype`."""
+    ) -> tuple[Tensor, Tensor, LayerState]:
+        """The residual stream as x ``[B, T, d]`` (any float dtype) and what is yet to be added to it, and a state.
+
+        Returns the same three. The next norm makes the sum in the same pass over memory. Computed in `dtype`.
+        """
         tokens = token_argument(self.mixer_config, context)
-        y, new_state = self.mixer(self.mixer_norm(x).to(dtype), state, mask=mask, position=position, **tokens)
-        x = x + y
-        if self.mlp is not None and self.mlp_norm is not None:
-            x = x + self.mlp(self.mlp_norm(x).to(dtype))
-        return x, new_state
+        x, normed = self.mixer_norm.of_stream(x, update, dtype)
+        y, new_state = self.mixer(normed, state, mask=mask, position=position, **tokens)
+        if self.mlp is None or self.mlp_norm is None:
+            return x, y, new_state
+        x, normed = self.mlp_norm.of_stream(x, y, operand_dtype(x, dtype))
+        return x, self.mlp(normed), new_state
 
 
 class RecurrentPreTrainedModel(PreTrainedModel):
@@ -123,32 +128,39 @@ class RecurrentModel(RecurrentPreTrainedModel):
         mask: Tensor | None,
         keep_hidden: bool = False,
         ids: Tensor | None = None,
+        context: TokenContext | None = None,
     ) -> tuple[Tensor, RecurrentState, list[Tensor], list[Tensor]]:
         """Embeddings ``[B, T, d]``, a state -> normed stream ``[B, T, d]``, the new state, streams if asked for.
 
         The last of what is returned are the layers' own losses.
 
-        `ids` ``[B, T]`` are the tokens that were embedded; layers that look up tokens need them (UserError without).
+        `ids` ``[B, T]`` are the tokens that were embedded; layers that look up tokens need them (UserError without), or
+        the `context` that they make with the state.
         """
-        context = self._token_context(state, mask, ids)
+        context = self._token_context(state, mask, ids) if context is None else context
         dtype = x.dtype
         if self.config.residual_in_fp32 and dtype != torch.float64:
             x = x.float()
         batch, length = x.shape[:2]
         position = x.new_zeros(batch, dtype=torch.long) if state is None else state.position
-        new_layers, hidden, losses = [], [], []
+        new_layers, hidden, losses, update = [], [], [], None
         for index, layer in enumerate(self.layers):
+            checkpointed = self.gradient_checkpointing and self.training
+            # A sum is made here where it is returned, or all that is kept of a layer; and for compiled layers, of which
+            # the first one, without an update, would be compiled apart.
+            if update is not None and (keep_hidden or checkpointed or layer._compiled_call_impl is not None):
+                x, update = x + update, None
             if keep_hidden:
                 hidden.append(x)
-            before = None if state is None else state.layers[index]
-            if self.gradient_checkpointing and self.training:
-                x, after = self._gradient_checkpointing_func(layer.__call__, x, before, mask, position, dtype, context)
+            inputs = (x, update, None if state is None else state.layers[index], mask, position, dtype, context)
+            if checkpointed:
+                x, update, after = self._gradient_checkpointing_func(layer.__call__, *inputs)
             else:
-                x, after = layer(x, before, mask, position, dtype, context)
+                x, update, after = layer(*inputs)
             after, own_losses = without_auxiliary_losses(after)
             new_layers.append(after)
             losses += own_losses
-        x = self.norm(x).to(dtype)
+        _, x = self.norm.of_stream(x, update, dtype)
         if keep_hidden:
             hidden.append(x)
         read = length if mask is None else mask.sum(1)

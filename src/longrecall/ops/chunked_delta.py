@@ -1,30 +1,36 @@
 r"""Chunked gated delta rule in plain torch (Yang et al. 2025, section 3.3; the WY form of Yang et al. 2024b).
 
-Write the update as :math:`S_t = e^{g_t} S_{t-1} + k_t^\top u_t` with :math:`u_t = \beta_t (v_t - e^{g_t} k_t S_{t-1})`.
-Take a chunk of C tokens with inclusive cumulative log decay G, :math:`a = e^G`, :math:`w = e^{G_C - G}`,
+Write the update as :math:`S_t = e^{g_t} S_{t-1} + \beta_t k_t^\top w_t` with :math:`w_t = v_t - e^{g_t} k_t S_{t-1}`.
+Take a chunk of C tokens with inclusive cumulative log decay G, :math:`a = e^G`, :math:`b = e^{G_C - G}`,
 :math:`D_{ij} = e^{G_i - G_j}` for j <= i and 0 above, and the state S before it. The rows that write stand over those
-that read, :math:`R = [\beta K; \mathrm{scale}\, Q]` (2C rows), so that one product serves both:
+that read, :math:`R = [K; Q]` (2C rows) with the factors f = [-1; scale], so that one product serves both:
 
-.. math:: [L; M] = R K^\top \circ D, \qquad [Y; Z] = (a R) S, \qquad U = P (\beta V - Y), \qquad
-          O = Z + M U, \qquad S' = e^{G_C} S + (w K)^\top U
+.. math:: [A; M] = R K^\top \circ f D \beta^\top, \qquad [Y; Z] = (f a R) S, \qquad W = P (V + Y), \qquad
+          O = Z + M W, \qquad S' = e^{G_C} S + (\beta b K)^\top W
 
-with L strictly lower triangular and :math:`P = (I + L)^{-1}`, formed once per chunk by substitution.
+with A strictly lower triangular and :math:`P = (I - A)^{-1}`, formed once per chunk by substitution in blocks.
 
-Backward, from the last chunk to the first; :math:`\bar x` is the gradient of x and :math:`X = \beta V - Y`:
+Backward, from the last chunk to the first; :math:`\bar x` is the gradient of x and :math:`X = V + Y`:
 
-.. math:: \bar X = P^\top (M^\top \bar O + w K \bar S'), \qquad F = [-\bar X; \bar O], \qquad
-          \bar S = e^{G_C} \bar S' + (a R)^\top F
+.. math:: \bar X = P^\top (M^\top \bar O + \beta b K \bar S'), \qquad F = [\bar X; \bar O], \qquad
+          \bar S = e^{G_C} \bar S' + (f a R)^\top F
 
-Because :math:`\bar L = -P^\top (\bar U X^\top) P^\top = -\bar X U^\top`, one product gives both scores' gradients,
-:math:`E = F U^\top \circ D` (no diagonal in its upper half), and what is left has no order in time:
+Because :math:`\bar A = P^\top (\bar W X^\top) P^\top = \bar X W^\top`, one product gives both scores' gradients,
+:math:`E = F W^\top \circ f D` (no diagonal in its upper half), and what is left has no order in time:
 
-.. math:: \bar R = E K + a \circ F S^\top, \qquad \bar K = E^\top R + w \circ U \bar S'^\top
+.. math:: \bar R = (E \beta^\top) K + f a \circ F S^\top, \qquad
+          H = E^\top R + b \circ W \bar S'^\top, \qquad \bar V = \bar X, \qquad \bar\beta = H \cdot K
 
-:math:`\bar V = \beta \bar X`, and R passes its gradient on to K, beta and Q. G only enters as :math:`e^{G}` beside
-rows of R and :math:`e^{-G}` beside rows of K, or in S', so that :math:`\bar G = \bar R \cdot R - \bar K \cdot K` row
-by row, plus :math:`\langle \bar S', S' \rangle` at the chunk's last token. The forward keeps P, U and the states
-between chunks, and the backward computes the rest again. No exponent is ever positive, and the control flow depends on
-shapes alone, so that a CUDA graph can hold both.
+(row by row) where H is the gradient of :math:`\beta K`, and R passes its gradient on to K and Q. G only enters as
+:math:`e^{G}` beside rows of R and :math:`e^{-G}` beside rows of :math:`\beta K`, or in S', so that
+:math:`\bar G = \bar R \cdot R - \beta \bar\beta`, plus :math:`\langle \bar S', S' \rangle` at the chunk's last token.
+The forward keeps P, W and the states between chunks, and the backward computes the rest again. No exponent is ever
+positive, and the control flow depends on shapes alone, so that a CUDA graph can hold both.
+
+The kernels in triton/ keep beta with the values: their X and U are beta times X and W here, and their inverse is
+:math:`\beta P \beta^{-1}`.
+
+N chunks of E = B * H matrices each are laid out chunk after chunk, ``[N E, ...]``: a segment is a slice of them.
 """
 
 from __future__ import annotations
@@ -37,8 +43,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from longrecall.ops import chunked_generalised
-from longrecall.ops.chunked_linear import STRONGEST_DECAY, chunk_size, segment_chunks
+from longrecall.ops.chunked_linear import CHUNK, SEGMENT_CHUNKS, STRONGEST_DECAY
 from longrecall.ops.shapes import repeat_heads
+
+# What a segment holds of K or V on a CPU, 512 KiB in float32: the operands of its products then lie in the caches.
+SEGMENT_NUMBERS_CPU = 2**17
+# The size of the blocks that are inverted by substitution.
+SUBSTITUTION = 16
+# exp(-60) = 9e-27 is nothing beside any sum in float32; exponentials that underflow take twenty times as long.
+LOWEST_EXPONENT = {torch.float32: -60.0, torch.float64: -700.0}
 
 
 def gated_delta_rule(
@@ -52,7 +65,7 @@ def gated_delta_rule(
     if log_decay is None:
         log_decay = torch.zeros_like(beta)
     decay = log_decay.clamp(min=STRONGEST_DECAY[log_decay.dtype])
-    size = chunk_size(length)
+    size = _chunk_size(length)
     # A padded token has no key, no beta and no decay: it leaves the state as it is.
     inputs = tuple(_pad(x, size) for x in (q, k, v, decay[..., None], beta[..., None]))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, state)):
@@ -63,40 +76,53 @@ def gated_delta_rule(
 
 
 class _Kept(NamedTuple):
-    """What the backward of one segment needs and would be dear to compute again. N chunks; E = B * H."""
+    """What the backward needs and would be dear to compute again."""
 
     inverse: Tensor
-    """P ``[N, E, C, C]``."""
-    corrections: Tensor
-    """U ``[N, E, C, V]``."""
+    """P ``[N E, C, C]``."""
+    errors: Tensor
+    """W ``[N E, C, V]``."""
     states: Tensor
-    """The state before every chunk and after the last, ``[N + 1, E, K, V]``."""
+    """The state before every chunk and after the last, ``[(N + 1) E, K, V]``."""
+
+    def part(self, first: int, last: int, heads: int) -> _Kept:
+        """The matrices from `first` to `last`, and the states around them."""
+        return _Kept(self.inverse[first:last], self.errors[first:last], self.states[first : last + heads])
+
+
+class _Gates(NamedTuple):
+    """Decays and betas of N chunks."""
+
+    cumulative: Tensor
+    """G ``[N E, C, 1]``."""
+    beta: Tensor
+    """``[N E, C, 1]``."""
+    rows: Tensor
+    """f a ``[N E, 2C, 1]``."""
+    keys: Tensor
+    """b ``[N E, C, 1]``."""
+    written: Tensor
+    """beta b ``[N E, C, 1]``."""
+    total: Tensor
+    """The decay of a whole chunk, ``[N E, 1, 1]``."""
+
+    def part(self, first: int, last: int) -> _Gates:
+        return _Gates(*(x[first:last] for x in self))
 
 
 class _Chunks(NamedTuple):
-    """One segment, laid out for batched products."""
+    """One segment of n chunks, laid out for batched products."""
 
     rows: Tensor
-    """R ``[N, E, 2C, K]``."""
+    """R ``[n E, 2C, K]``."""
     keys: Tensor
-    """K ``[N, E, C, K]``."""
-    beta: Tensor
-    """``[N, E, C, 1]``."""
+    """K ``[n E, C, K]``, the upper half of the rows."""
     decay: Tensor
-    """D ``[N, E, C, C]``."""
-    decay_in: Tensor
-    """a, for both halves of the rows, ``[N, E, 2C, 1]``."""
-    decay_out: Tensor
-    """w ``[N, E, C, 1]``."""
-
-    def scores(self) -> Tensor:
-        """[L; M] ``[N, E, 2C, C]``; the diagonal of L is not cleared."""
-        return self.decayed(self.rows @ self.keys.transpose(2, 3))
-
-    def decayed(self, scores: Tensor) -> Tensor:
-        """Multiply both halves of `scores` by D in place."""
-        scores.unflatten(2, (2, -1)).mul_(self.decay[:, :, None])
-        return scores
+    """f D ``[n E, 2C, C]``, zero where a row is not to see a key."""
+    rows_in: Tensor
+    """f a R ``[n E, 2C, K]``."""
+    keys_out: Tensor
+    """beta b K ``[n E, C, K]``."""
 
 
 class _GatedDeltaRule(torch.autograd.Function):
@@ -106,7 +132,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     def forward(ctx: Any, state: Tensor, scale: float, size: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         out, final, kept = _forward(inputs, state, scale, size, keep=True)
         ctx.scale, ctx.size = scale, size
-        ctx.save_for_backward(*inputs, *(tensor for segment in kept for tensor in segment))
+        ctx.save_for_backward(*inputs, *kept)
         return out, final
 
     @staticmethod
@@ -114,10 +140,16 @@ class _GatedDeltaRule(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Read once: under gradient checkpointing every access recomputes.
         saved = ctx.saved_tensors
-        inputs, flat = saved[:5], saved[5:]
-        kept = [_Kept(*flat[i : i + 3]) for i in range(0, len(flat), 3)]
-        d_state, gradients = _backward(inputs, ctx.scale, ctx.size, kept, *grads)
+        d_state, gradients = _backward(saved[:5], ctx.scale, ctx.size, _Kept(*saved[5:]), *grads)
         return (d_state, None, None, *gradients)
+
+
+def _chunk_size(length: int) -> int:
+    """`CHUNK`, or for a shorter sequence the least size that halves down to `SUBSTITUTION`."""
+    size = SUBSTITUTION
+    while size < min(length, CHUNK):
+        size *= 2
+    return size
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
@@ -132,144 +164,192 @@ def _by_chunk(x: Tensor, size: int) -> Tensor:
     return view
 
 
-def _segments(views: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Cut views ``[N, ...]`` into segments of a few chunks."""
-    count = segment_chunks(views[0])
-    return list(zip(*(x.split(count) for x in views), strict=True))
+def _segments(k: Tensor, v: Tensor, size: int) -> list[range]:
+    """The chunks of every segment; those of one are worked on together."""
+    batch, length, heads, width = k.shape
+    count = SEGMENT_CHUNKS
+    if k.device.type == "cpu":
+        count = max(1, SEGMENT_NUMBERS_CPU // max(1, batch * heads * size * max(width, v.shape[-1])))
+    chunks = range(length // size)
+    return [chunks[start : start + count] for start in chunks[::count]]
 
 
-def _product(x: Tensor, factor: Tensor | float, out: Tensor) -> None:
-    """Write x * factor from a view ``[N, B, H, C, D]`` into `out` ``[N, E, C, D]``."""
-    torch.mul(x, factor, out=out.unflatten(1, x.shape[1:3]))
+def _gates(log_decay: Tensor, beta: Tensor, scale: float, size: int) -> _Gates:
+    """Log decays and betas ``[B, T, H, 1]`` -> what the chunks need of them."""
+    cumulative, beta = (_by_chunk(x, size).flatten(0, 2).contiguous() for x in (log_decay, beta))
+    cumulative = cumulative.cumsum(1)
+    lowest = LOWEST_EXPONENT[cumulative.dtype]
+    decay = cumulative.clamp(min=lowest).exp_()
+    keys = (cumulative[:, -1:] - cumulative).clamp_(min=lowest).exp_()
+    return _Gates(cumulative, beta, torch.cat([-decay, decay * scale], dim=1), keys, beta * keys, decay[:, -1:])
+
+
+def _mask(like: Tensor, scale: float, size: int) -> Tensor:
+    """f where a row sees a key, else 0, ``[2, C, C]``: rows that write see what is before, others their own key too."""
+    ones = like.new_ones(size, size)
+    return torch.stack([-ones.tril(-1), scale * ones.tril()])
+
+
+def _lay_out(q: Tensor, k: Tensor, gates: _Gates, mask: Tensor) -> _Chunks:
+    """Views ``[n, B, H, C, K]`` of one segment -> what its products need."""
+    *outer, size, width = k.shape
+    rows = k.new_empty((gates.beta.shape[0], 2 * size, width))
+    halves = rows.view(*outer, 2 * size, width)
+    halves[..., :size, :].copy_(k)
+    halves[..., size:, :].copy_(q)
+    keys = rows[:, :size]
+    # Exponents above the diagonal are positive: they are cut to 0 before the mask removes them.
+    decay = (gates.cumulative - gates.cumulative.transpose(1, 2)).clamp_(LOWEST_EXPONENT[k.dtype], 0).exp_()
+    return _Chunks(rows, keys, (decay[:, None] * mask).flatten(1, 2), rows * gates.rows, keys * gates.written)
+
+
+def _scores(rows: Tensor, keys: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """[A; M], or those of their rows that are given, ``[n E, ., C]``."""
+    return torch.bmm(rows, keys.transpose(1, 2)).mul_(decay).mul_(beta.transpose(1, 2))
 
 
 def _forward(
     inputs: tuple[Tensor, ...], state: Tensor, scale: float, size: int, keep: bool
-) -> tuple[Tensor, Tensor, list[_Kept]]:
-    """Outputs, final state, and with `keep` what the backward needs of every segment."""
-    out, kept = torch.empty_like(inputs[2], memory_format=torch.contiguous_format), []
-    shape, state = state.shape, state.flatten(0, 1)
-    for q_n, k_n, v_n, g_n, beta_n, out_n in _segments([_by_chunk(x, size) for x in (*inputs, out)]):
-        chunks = _lay_out(q_n, k_n, g_n, beta_n, scale)
-        segment = _run(chunks, (v_n * beta_n).flatten(1, 2).contiguous(), state, out_n)
-        state = segment.states[-1]
-        if keep:
-            kept.append(segment)
-    # A copy: the final state outlives the segment's states.
-    return out, state.reshape(shape).clone(), kept
+) -> tuple[Tensor, Tensor, _Kept]:
+    """Outputs, final state, and with `keep` what the backward needs of all chunks."""
+    q, k, v, log_decay, beta = inputs
+    heads = k.shape[0] * k.shape[2]
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    gates, mask = _gates(log_decay, beta, scale, size), _mask(v, scale, size)
+    views, segments = [_by_chunk(x, size) for x in (q, k, v, out)], _segments(k, v, size)
+    room = _room(gates.beta.shape[0] if keep else heads * len(segments[0]), state, size)
+    final = state.flatten(0, 1)
+    for chunks in segments:
+        first, last = heads * chunks.start, heads * chunks.stop
+        kept = room.part(first, last, heads) if keep else room.part(0, last - first, heads)
+        if chunks.start == 0 or not keep:
+            kept.states[:heads].copy_(final)
+        q_n, k_n, v_n, out_n = (x[chunks.start : chunks.stop] for x in views)
+        part = gates.part(first, last)
+        _run(_lay_out(q_n, k_n, part, mask), part, v_n, kept, out_n)
+        final = kept.states[-heads:]
+    # A copy: the final state outlives the others.
+    return out, final.reshape(state.shape).clone(), room
 
 
-def _lay_out(q: Tensor, k: Tensor, log_decay: Tensor, beta: Tensor, scale: float) -> _Chunks:
-    """Views ``[N, B, H, C, D]`` of one segment -> what its products need."""
-    size = k.shape[3]
-    keys, beta, log_decay = (x.flatten(1, 2).contiguous() for x in (k, beta, log_decay))
-    rows = keys.new_empty((*keys.shape[:2], 2 * size, keys.shape[3]))
-    torch.mul(keys, beta, out=rows[:, :, :size])
-    _product(q, scale, rows[:, :, size:])
-    cumulative = log_decay.cumsum(2)
-    above = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-    decay = (cumulative - cumulative.transpose(2, 3)).masked_fill_(above, float("-inf")).exp_()
-    return _Chunks(
-        rows,
-        keys,
-        beta,
-        decay,
-        decay_in=cumulative.exp().repeat(1, 1, 2, 1),
-        decay_out=(cumulative[:, :, -1:] - cumulative).exp_(),
-    )
+def _room(count: int, state: Tensor, size: int) -> _Kept:
+    """Memory for what `count` matrices leave behind; `state` is ``[B, H, K, V]``."""
+    batch, heads, width, value_width = state.shape
+    shapes = (count, size, size), (count, size, value_width), (count + batch * heads, width, value_width)
+    return _Kept(*(state.new_empty(shape) for shape in shapes))
 
 
-def _run(chunks: _Chunks, targets: Tensor, state: Tensor, out: Tensor) -> _Kept:
-    """Walk the chunks of a segment. `targets` is beta V and becomes X; `out` is the view that receives O."""
-    count, size = targets.shape[0], targets.shape[2]
-    scores = chunks.scores()
-    inverse = _unit_lower_inverse(scores[:, :, :size])
-    rows, keys = chunks.rows * chunks.decay_in, (chunks.keys * chunks.decay_out).transpose(2, 3)
-    total = chunks.decay_in[:, :, -1:]
-    corrections, states = torch.empty_like(targets), state.new_empty((count + 1, *state.shape))
-    read = targets.new_empty((*rows.shape[:3], targets.shape[3]))
-    states[0] = state
-    for n in range(count):
-        torch.bmm(rows[n], states[n], out=read[n])
-        torch.bmm(inverse[n], targets[n].sub_(read[n, :, :size]), out=corrections[n])
-        torch.mul(states[n], total[n], out=states[n + 1])
-        states[n + 1].baddbmm_(keys[n], corrections[n])
-    inner = scores[:, :, size:] @ corrections
-    torch.add(*(x.unflatten(1, out.shape[1:3]) for x in (inner, read[:, :, size:])), out=out)
-    return _Kept(inverse, corrections, states)
+def _run(chunks: _Chunks, gates: _Gates, v: Tensor, kept: _Kept, out: Tensor) -> None:
+    """Walk the chunks of a segment from the first of its states; fills the rest of `kept` and the view `out`."""
+    size, heads = chunks.keys.shape[1], kept.states.shape[0] - kept.errors.shape[0]
+    scores = _scores(chunks.rows, chunks.keys, chunks.decay, gates.beta)
+    _invert(scores[:, :size], out=kept.inverse)
+    before, after = kept.states[:-heads], kept.states[heads:]
+    targets = torch.empty_like(kept.errors)
+    targets.view(v.shape).copy_(v)
+    rows_in, keys_out = chunks.rows_in[:, :size], chunks.keys_out.transpose(1, 2)
+    by_step = (rows_in, keys_out, gates.total, targets, kept.inverse, kept.errors, before, after)
+    for rows, keys, total, target, inverse, errors, old, new in zip(*(x.split(heads) for x in by_step), strict=True):
+        torch.bmm(inverse, target.baddbmm_(rows, old), out=errors)
+        torch.mul(old, total, out=new).baddbmm_(keys, errors)
+    read = torch.bmm(chunks.rows_in[:, size:], before).baddbmm_(scores[:, size:], kept.errors)
+    out.copy_(read.view(out.shape))
 
 
-def _unit_lower_inverse(lower: Tensor) -> Tensor:
-    """(I + L)^-1 of ``[..., C, C]``, where L is what lies below the diagonal. Substitution is stable for any keys."""
-    identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
-    inverse: Tensor = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False, unitriangular=True)
-    return inverse.contiguous()
+def _invert(lower: Tensor, out: Tensor) -> None:
+    """Write (I - A)^-1 of strictly lower triangular A ``[M, C, C]`` into `out`.
+
+    Blocks on the diagonal by substitution, which is stable for any keys. Then two neighbours become one of twice their
+    size: below X^-1 and beside Y^-1 comes Y^-1 B X^-1, where B is A's block there.
+    """
+    size = SUBSTITUTION
+    identity = torch.eye(size, dtype=lower.dtype, device=lower.device)
+    blocks = -_diagonal_blocks(lower, size)
+    solved = torch.linalg.solve_triangular(blocks, identity.expand_as(blocks), upper=False, unitriangular=True)
+    _diagonal_blocks(out.zero_(), size).copy_(solved)
+    while size < out.shape[1]:
+        for middle in range(size, out.shape[1], 2 * size):
+            first, second = slice(middle - size, middle), slice(middle, middle + size)
+            corner = torch.bmm(lower[:, second, first], out[:, first, first])
+            # Not into the view at once: a product into memory that is not contiguous takes its matrices one by one.
+            out[:, second, first] = torch.bmm(out[:, second, second], corner)
+        size *= 2
+
+
+def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
+    """``[M, C, C]`` -> a view of its blocks on the diagonal ``[M, C / size, size, size]``."""
+    blocks: Tensor = x.unflatten(2, (-1, size)).unflatten(1, (-1, size))
+    return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
 
 
 def _backward(
-    inputs: tuple[Tensor, ...], scale: float, size: int, kept: list[_Kept], d_out: Tensor, d_final: Tensor
+    inputs: tuple[Tensor, ...], scale: float, size: int, kept: _Kept, d_out: Tensor, d_final: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     """Gradients of the initial state, and of q, k, v, log decay and beta; the segments from last to first."""
+    q, k, v, log_decay, beta = inputs
+    heads = k.shape[0] * k.shape[2]
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
-    views = [_by_chunk(x, size) for x in (*inputs, d_out, *gradients)]
-    d_state = d_final.flatten(0, 1)
-    for segment, (q, k, v, log_decay, beta, d_o, *out) in zip(reversed(kept), reversed(_segments(views)), strict=True):
-        chunks = _lay_out(q, k, log_decay, beta, scale)
-        scores = chunks.scores()
-        factors, d_states = _walk_back(chunks, scores[:, :, size:], segment.inverse, d_o, d_state)
-        d_rows, d_keys = _rows_and_keys(chunks, segment, factors, d_states)
-        # F holds the gradient of beta V with its sign turned.
-        d_written, d_read, d_targets = d_rows[:, :, :size], d_rows[:, :, size:], factors[:, :, :size]
-        written = _dot(d_written, chunks.keys)
-        d_cumulative = chunks.beta * written + _dot(d_read, chunks.rows[:, :, size:]) - _dot(d_keys, chunks.keys)
-        d_cumulative[:, :, -1] += _dot(d_states[1:].flatten(2), segment.states[1:].flatten(2))
-        # G is a cumulative sum of the log decays: its gradient is summed from the end of the chunk.
-        d_decay = d_cumulative.flip(2).cumsum(2).flip(2)
-        d_targets, d_written, d_read, d_keys, d_decay, written, beta = (
-            x.unflatten(1, q.shape[1:3]) for x in (d_targets, d_written, d_read, d_keys, d_decay, written, chunks.beta)
-        )
-        torch.mul(d_read, scale, out=out[0])
-        torch.addcmul(d_keys, d_written, beta, out=out[1])
-        torch.mul(d_targets, -beta, out=out[2])
-        out[3].copy_(d_decay)
-        torch.sub(written, _dot(d_targets, v), out=out[4])
-        d_state = d_states[0]
+    gates, mask = _gates(log_decay, beta, scale, size), _mask(v, scale, size)
+    views = [_by_chunk(x, size) for x in (q, k, d_out, *gradients)]
+    by_row, d_beta = torch.empty_like(gates.rows), torch.empty_like(gates.beta)
+    by_state, d_state = torch.empty_like(gates.total), d_final.flatten(0, 1)
+    for steps in reversed(_segments(k, v, size)):
+        here = slice(heads * steps.start, heads * steps.stop)
+        q_n, k_n, d_out_n, d_q, d_k, d_v = (x[steps.start : steps.stop] for x in views[:6])
+        part, segment = gates.part(here.start, here.stop), kept.part(here.start, here.stop, heads)
+        chunks = _lay_out(q_n, k_n, part, mask)
+        factors, d_states = _walk_back(chunks, part, segment.inverse, d_out_n, d_state)
+        d_rows, d_keys = _rows_and_keys(chunks, part, segment, factors, d_states)
+        _dot(d_rows, chunks.rows, out=by_row[here])
+        _dot(d_keys, chunks.keys, out=d_beta[here])
+        _dot(d_states[heads:].flatten(1), segment.states[heads:].flatten(1), out=by_state[here, 0])
+        d_rows, factors = (x.view(*x_n.shape[:3], 2 * size, -1) for x, x_n in ((d_rows, k_n), (factors, k_n)))
+        d_q.copy_(d_rows[..., size:, :])
+        torch.addcmul(d_rows[..., :size, :], d_keys.view(k_n.shape), part.beta.view(*k_n.shape[:4], 1), out=d_k)
+        d_v.copy_(factors[..., :size, :])
+        d_state = d_states[:heads]
+    d_cumulative = by_row[:, :size] + by_row[:, size:] - gates.beta * d_beta
+    d_cumulative[:, -1:] += by_state
+    # G is a cumulative sum of the log decays: its gradient is summed from the end of the chunk.
+    d_decay = d_cumulative.flip(1).cumsum(1).flip(1)
+    views[6].copy_(d_decay.view(views[6].shape))
+    views[7].copy_(d_beta.view(views[7].shape))
     return d_state.reshape(d_final.shape).clone(), gradients
 
 
 def _walk_back(
-    chunks: _Chunks, reads: Tensor, inverse: Tensor, d_out: Tensor, d_state: Tensor
+    chunks: _Chunks, gates: _Gates, inverse: Tensor, d_out: Tensor, d_state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """F ``[N, E, 2C, V]`` and the gradients of the state before every chunk and after the last; `reads` is M."""
-    count, _, size, _ = reads.shape
-    rows, keys = (chunks.rows * chunks.decay_in).transpose(2, 3), chunks.keys * chunks.decay_out
-    inverse, total = inverse.transpose(2, 3), chunks.decay_in[:, :, -1:]
-    factors = reads.new_empty((count, reads.shape[1], 2 * size, d_out.shape[-1]))
-    _product(d_out, 1.0, factors[:, :, size:])
-    d_corrections = reads.transpose(2, 3) @ factors[:, :, size:]
-    d_states = d_state.new_empty((count + 1, *d_state.shape))
-    d_states[count] = d_state
-    for n in reversed(range(count)):
-        d_corrections[n].baddbmm_(keys[n], d_states[n + 1])
-        torch.neg(inverse[n] @ d_corrections[n], out=factors[n, :, :size])
-        torch.mul(d_states[n + 1], total[n], out=d_states[n])
-        d_states[n].baddbmm_(rows[n], factors[n])
+    """F ``[n E, 2C, V]`` and the gradients of the state before every chunk and after the last."""
+    (count, size, _), heads, width = chunks.keys.shape, d_state.shape[0], d_out.shape[-1]
+    scores = _scores(chunks.rows[:, size:], chunks.keys, chunks.decay[:, size:], gates.beta)
+    factors = scores.new_empty((count, 2 * size, width))
+    factors.view(*d_out.shape[:3], 2 * size, width)[..., size:, :].copy_(d_out)
+    d_errors = torch.bmm(scores.transpose(1, 2), factors[:, size:])
+    d_states = d_state.new_empty((count + heads, *d_state.shape[1:]))
+    d_states[count:] = d_state
+    rows, solve = chunks.rows_in.transpose(1, 2), inverse.transpose(1, 2)
+    by_step = (rows, chunks.keys_out, gates.total, solve, d_errors, factors, d_states[:-heads], d_states[heads:])
+    steps = list(zip(*(x.split(heads) for x in by_step), strict=True))
+    for rows_n, keys, total, solve_n, d_error, factor, before, after in reversed(steps):
+        torch.bmm(solve_n, d_error.baddbmm_(keys, after), out=factor[:, :size])
+        torch.mul(after, total, out=before).baddbmm_(rows_n, factor)
     return factors, d_states
 
 
-def _rows_and_keys(chunks: _Chunks, segment: _Kept, factors: Tensor, d_states: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of R, and of K without what it owes to R."""
-    size = chunks.keys.shape[2]
-    d_scores = chunks.decayed(factors @ segment.corrections.transpose(2, 3))
-    d_scores[:, :, :size].diagonal(dim1=2, dim2=3).zero_()
-    d_rows = (factors @ segment.states[:-1].transpose(2, 3)).mul_(chunks.decay_in)
-    d_keys = (segment.corrections @ d_states[1:].transpose(2, 3)).mul_(chunks.decay_out)
-    d_scores, rows, keys = (x.flatten(0, 1) for x in (d_scores, chunks.rows, chunks.keys))
-    d_rows.flatten(0, 1).baddbmm_(d_scores, keys)
-    d_keys.flatten(0, 1).baddbmm_(d_scores.transpose(1, 2), rows)
+def _rows_and_keys(
+    chunks: _Chunks, gates: _Gates, kept: _Kept, factors: Tensor, d_states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of R ``[n E, 2C, K]`` and H ``[n E, C, K]``."""
+    heads = kept.states.shape[0] - kept.errors.shape[0]
+    d_scores = torch.bmm(factors, kept.errors.transpose(1, 2)).mul_(chunks.decay)
+    d_keys = torch.bmm(kept.errors, d_states[heads:].transpose(1, 2)).mul_(gates.keys)
+    d_keys.baddbmm_(d_scores.transpose(1, 2), chunks.rows)
+    d_rows = torch.bmm(factors, kept.states[:-heads].transpose(1, 2)).mul_(gates.rows)
+    d_rows.baddbmm_(d_scores.mul_(gates.beta.transpose(1, 2)), chunks.keys)
     return d_rows, d_keys
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
+def _dot(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Row-wise dot products, ``[..., D]`` -> ``[..., 1]``."""
-    return (a * b).sum(-1, keepdim=True)
+    torch.sum(a * b, dim=-1, keepdim=True, out=out)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrecall.ops.packing import check_boundaries, document_mask, pack, unpack
+from longrecall.ops.padding import ends, is_at_the_end
 
 
 class _Taps(torch.autograd.Function):
@@ -87,7 +88,7 @@ def short_convolution(
     if state is None:
         state = x.new_zeros((batch, channels, width - 1))
     order = None
-    if mask is not None:
+    if mask is not None and not is_at_the_end(mask):
         # Real tokens first, in order: padding then lies after everything it could disturb.
         order = torch.argsort((~mask).to(torch.int8), dim=1, stable=True)
         x = x.gather(1, order[..., None].expand_as(x))
@@ -98,8 +99,8 @@ def short_convolution(
     if bias is not None:
         y = y + bias.to(wide)
     y = (F.silu(y) if activation == "silu" else y).to(x.dtype)
-    if mask is None or order is None:
+    if mask is None:
         return y, history[:, length:].transpose(1, 2)
-    y = torch.empty_like(y).scatter(1, order[..., None].expand_as(y), y)
-    last = mask.sum(1)[:, None] + torch.arange(width - 1, device=x.device)
-    return y, history.gather(1, last[..., None].expand(-1, -1, channels)).transpose(1, 2)
+    if order is not None:
+        y = torch.empty_like(y).scatter(1, order[..., None].expand_as(y), y)
+    return y, history.gather(1, ends(mask, width - 1)[..., None].expand(-1, -1, channels)).transpose(1, 2)

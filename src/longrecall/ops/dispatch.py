@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longrecall.errors import did_you_mean
-from longrecall.ops import blocked_scan, chunked_delta, chunked_generalised, chunked_linear, reference
+from longrecall.ops import blocked_scan, chunked_delta, chunked_generalised, chunked_linear, peers, reference
 from longrecall.ops.packing import check_boundaries, pack, unpack
 from longrecall.ops.products import product_dtype
 from longrecall.ops.shapes import accumulation_dtype, check_attention_inputs, prepare_state
@@ -41,8 +42,22 @@ class Backend:
     """Why it can serve nothing on this machine, or None."""
     kernels: bool = False
     """Takes inputs in the dtypes they have; the others get them in the accumulation dtype."""
+    inside_layers: tuple[str, ...] = ()
+    """What it computes beside the recurrences, chosen where it is called (ops/normalisation.py)."""
     low_products: frozenset[str] = frozenset()
     """Ops whose function takes `products`, the dtype in which matrices are multiplied."""
+
+
+def _peer(name: str, purpose: str) -> Backend:
+    ops = sorted({op for op, _ in peers.PEERS[name].functions})
+    return Backend(
+        name,
+        {op: partial(peers.run, name, op) for op in ops},
+        purpose,
+        declines=partial(peers.declines, name),
+        unavailable=partial(peers.unavailable, name),
+        kernels=True,
+    )
 
 
 BACKENDS = {
@@ -83,7 +98,10 @@ BACKENDS = {
             declines=triton.declines,
             unavailable=triton.unavailable,
             kernels=True,
+            inside_layers=("delta_gates", "gated_rms_norm", "rms_norm", "silu_product"),
         ),
+        _peer("fla", "flash-linear-attention's kernels, where measured faster; bfloat16"),
+        _peer("flash_qla", "FlashQLA's kernels, where measured faster; bfloat16, heads of 128"),
     )
 }
 
@@ -111,7 +129,7 @@ def gated_linear_attention(
         log_decay: natural logarithm, <= 0: ``[B, T, G, K]`` per key channel, ``[B, T, H]`` per head, None for no decay.
         scale: factor of the outputs; None = ``K ** -0.5``.
         initial_state: ``[B, H, K, V]``; None = zeros. With `cu_seqlens` B is the number of documents.
-        backend: "reference", "chunked" or "triton"; None chooses.
+        backend: "reference", "chunked", "triton", "fla" or "flash_qla"; None chooses.
         cu_seqlens: int ``[N + 1]``: B = 1 holds N documents side by side, each with a state of its own.
 
     Returns:
@@ -269,5 +287,7 @@ def _fastest(op: str, inputs: dict[str, Tensor | None]) -> Backend:
     length = tokens.shape[1]
     if length <= SHORTEST_CHUNKED:
         return BACKENDS["reference"]
-    kernels = tokens.is_cuda and (scan or length >= SHORTEST_TRITON) and triton.declines(op, inputs) is None
-    return BACKENDS["triton" if kernels else "chunked"]
+    if not tokens.is_cuda or not (scan or length >= SHORTEST_TRITON):
+        return BACKENDS["chunked"]
+    own = "triton" if triton.declines(op, inputs) is None else "chunked"
+    return BACKENDS[peers.faster(op, inputs) or own]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longrecall.ops.padding import is_at_the_end
+
 
 def long_convolution(
     x: Tensor, taps: Tensor, *, history: Tensor | None = None, mask: Tensor | None = None, grow: bool = True
@@ -29,16 +31,17 @@ def long_convolution(
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     history = x.new_zeros((batch, 0, channels)) if history is None else history.to(x.dtype)
     order = None
-    if mask is not None:
+    if mask is not None and not is_at_the_end(mask):
         order = real_tokens_first(mask)
         x = reorder(x, order)
     inputs = torch.cat([history, x], dim=1)
     with torch.autocast(x.device.type, enabled=False):
         y = _convolve(inputs.to(wide), taps[:, : inputs.shape[1]].to(wide), length).to(x.dtype)
     kept = inputs.shape[1] if grow else history.shape[1]
-    if mask is None or order is None:
+    if mask is None:
         return y, inputs[:, inputs.shape[1] - kept :]
-    y = torch.empty_like(y).scatter(1, order[..., None].expand_as(y), y)
+    if order is not None:
+        y = torch.empty_like(y).scatter(1, order[..., None].expand_as(y), y)
     # The last `kept` real inputs of every row; zeros stand before the first one.
     padded = torch.cat([x.new_zeros(batch, length, channels), inputs], dim=1)
     start = mask.sum(1)[:, None] + inputs.shape[1] - kept

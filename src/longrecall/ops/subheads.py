@@ -80,13 +80,16 @@ def subhead_delta_rule(
         raise ValueError(f"weights must be {[value_heads, subheads]}; got {list(weights.shape)}")
     key_heads = q.shape[2] // subheads
     inputs = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
-    if choose_backend(backend, "subhead_delta_rule", {**inputs, "state": initial_state}).kernels and v.shape[1]:
+    chosen = choose_backend(backend, "subhead_delta_rule", {**inputs, "state": initial_state})
+    if chosen.name == "triton" and v.shape[1]:
         state = prepare_state(initial_state, (v.shape[0], heads, q.shape[3], v.shape[3]), v, torch.float32)
         scale = q.shape[3] ** -0.5 if scale is None else scale
         with torch.autocast(v.device.type, enabled=False):
             out, after = triton.subhead_delta_rule(**inputs, scale=scale, state=state, weights=weights)
         return out, after
     shared = share_values(v, key_heads, subheads)
+    # A peer serves the rule with repeated values; where it is ours, that call is chosen for anew.
+    backend = chosen.name if chosen.kernels else backend
     o, final = gated_delta_rule(
         q, k, shared, log_decay, beta, scale=scale, initial_state=initial_state, backend=backend
     )

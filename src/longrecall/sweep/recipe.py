@@ -18,6 +18,8 @@ from longrecall.training.recipe_sources import one_of, positive
 from longrecall.training.strict_yaml import apply_override, build, read_yaml
 
 METRICS = ("accuracy", "whole_accuracy", "macro_accuracy")
+MATMUL_PRECISIONS = ("highest", "high", "medium")
+"""What `torch.set_float32_matmul_precision` takes."""
 TRAIN = "train"
 """A setting of a cell that is none of the task's: how many training examples there are."""
 
@@ -241,19 +243,24 @@ class TrainingRecipe:
 
 @dataclass(frozen=True)
 class RunRecipe:
-    """Where to and with what; nothing here changes a number."""
+    """Where to and with what; nothing here makes it another run, though its sums may be rounded otherwise."""
 
     output: str
     """The result file."""
     parallel: int = 1
     """Models that train at once: on one GPU each on a stream, on CPUs each in a process."""
+    processes: int = 1
+    """Processes among which they are shared out on a GPU; on CPUs this plays no part."""
+    matmul_precision: str = "highest"
+    """Of float32 products: highest (float32), high (tensor-float-32 on a GPU) or medium (may be bfloat16)."""
     budget: float | None = None
     """Seconds after which the sweep stops; runs that have not ended are left to --resume."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
 
     def __post_init__(self) -> None:
-        positive(self, "parallel", *(["budget"] if self.budget is not None else []))
+        positive(self, "parallel", "processes", *(["budget"] if self.budget is not None else []))
+        one_of("matmul_precision", self.matmul_precision, MATMUL_PRECISIONS)
         if not Path(self.output.strip()).name:
             raise UserError(f'output "{self.output}" names no file; write something like runs/sweep.json')
 

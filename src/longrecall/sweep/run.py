@@ -113,6 +113,7 @@ def _train(
     """Add the rows of the runs that are `left` to `rows` and write the result file; interrupted, the journal stays."""
     journal.start()
     deadline = None if recipe.run.budget is None else time.time() + recipe.run.budget
+    running: list[Row] = []
     bar = tqdm(total=len(wanted), initial=len(rows), desc="sweep", unit="run", disable=None if show_progress else True)
 
     def keep(row: Row) -> None:
@@ -120,16 +121,17 @@ def _train(
         rows[row["key"]] = row
         bar.update()
 
+    run = recipe.run
     try:
-        train_all(left, device, recipe.run.parallel, deadline, keep)
+        train_all(left, device, run.parallel, deadline, keep, run.processes, running.append, run.matmul_precision)
     finally:
         bar.close()
         journal.close()
     ordered = [rows[spec.key] for spec in wanted if spec.key in rows]
-    journal.finish(_result(recipe, ordered, len(wanted), str(device)))
+    journal.finish(_result(recipe, ordered, len(wanted), str(device), running))
 
 
-def _result(recipe: SweepRecipe, rows: list[Row], runs: int, device: str) -> dict[str, Any]:
+def _result(recipe: SweepRecipe, rows: list[Row], runs: int, device: str, running: list[Row]) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "kind": KIND,
@@ -140,4 +142,5 @@ def _result(recipe: SweepRecipe, rows: list[Row], runs: int, device: str) -> dic
         "complete": len(rows) == runs,
         "runs": runs,
         "rows": rows,
+        "running": running,
     }

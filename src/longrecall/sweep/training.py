@@ -55,6 +55,8 @@ class ModelRun:
             warmup=self._settings["warmup"],
             schedule=self._settings["schedule"],
         )
+        # A recorded step keeps the precision at which it was recorded.
+        self.matmul_precision = torch.get_float32_matmul_precision()
         self._generator = torch.Generator(device).manual_seed(spec.seed)
         self.predictor = self._build()
         self._make_buffers()
@@ -169,19 +171,23 @@ class ModelRun:
                 self._answers[chunk].copy_(self._guess)
             total = self._loss.clone()
             self._loss.zero_()
-        yield from self.finished()
+        yield from self.reached(self.mark())
         since = self.step - (self.history[-1][0] if self.history else 0)
         loss = float(total) / max(1, since)
         found = scores(self._answers.flatten(0, 1)[: self._test.rows], self._test.targets[:-1])
         self._take(loss, found)
 
-    def finished(self) -> Iterator[bool]:
-        """Yield until everything that was enqueued is done."""
+    def mark(self) -> torch.cuda.Event | None:
+        """Return the event that everything enqueued so far is done; None without a GPU, where it is."""
         if self._captured.stream is None:
-            return
+            return None
         event = torch.cuda.Event()
         event.record(self._captured.stream)
-        while not event.query():
+        return event
+
+    def reached(self, event: torch.cuda.Event | None) -> Iterator[bool]:
+        """Yield False until the event of a `mark` has come."""
+        while event is not None and not event.query():
             yield False
 
     def _take(self, loss: float, found: dict[str, float]) -> None:
@@ -214,6 +220,7 @@ class ModelRun:
             "reached_at_step": self.reached_at,
             # A time on CPUs that other work shares says nothing.
             "seconds": round(self.seconds, 3) if self.device.type == "cuda" else None,
+            "matmul_precision": self.matmul_precision,
             "status": self.status,
             "history": [list(entry) for entry in thinned(self.history)],
         }
@@ -255,7 +262,7 @@ def failed_row(spec: RunSpec, error: BaseException) -> dict[str, Any]:
         **spec.row(),
         **{"parameters": parameters, "state_size": state_size, "steps": 0, "epochs": 0.0},
         **empty,
-        **{"best_step": None, "reached_at_step": None, "seconds": None, "status": "failed"},
+        **{"best_step": None, "reached_at_step": None, "seconds": None, "matmul_precision": None, "status": "failed"},
         "reason": reason[:300],
         "history": [],
     }

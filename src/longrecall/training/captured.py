@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from longrecall.layers.recording import record
+
 WARMUPS = 3
 """Eager passes before recording: libraries choose their kernels and allocate their workspaces in the first ones."""
 
@@ -87,15 +89,7 @@ class CapturedStep:
         """
         if self.stream is None:
             return work
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        graph = torch.cuda.CUDAGraph()
-        for generator in self._generators:
-            graph.register_generator_state(generator)
-        with torch.cuda.stream(self.stream):
-            for _ in range(WARMUPS):
-                work()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
-                work()
+        graph = record(work, WARMUPS, self.stream, pool=self._pool, generators=self._generators)
         self._pool = graph.pool()
         replay: Callable[[], None] = graph.replay
         return replay

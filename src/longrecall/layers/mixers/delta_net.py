@@ -16,6 +16,7 @@ from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import LinearAttentionConfig, LinearAttentionMixer, mask_tokens
 from longrecall.layers.norm import l2_normalise
 from longrecall.ops import gated_delta_rule
+from longrecall.ops.gates import delta_gates
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,13 @@ class DeltaNet(LinearAttentionMixer):
     ) -> tuple[Tensor, LayerState]:
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        beta = self.b_proj(x).to(wide).sigmoid() * (2.0 if self.config.negative_eigenvalues else 1.0)
-        decay = self.log_decay(x)
+        projected = self.projections(x)
+        decay, beta = self.gates(projected)
+        decay, beta = None if decay is None else mask_tokens(decay, mask), mask_tokens(beta, mask)
         if fused_delta.declines(self, x, mask, decay) is None:
-            o, new_state = fused_delta.read_and_write(self, x, state, decay, beta)
-            return self.gated_output(o, x), new_state
-        q, k, v, new_state = self.project(x, state, mask)
+            o, new_state = fused_delta.read_and_write(self, projected, x, state, decay, beta, mask)
+            return self.gated_output(o, projected, x.dtype), new_state
+        q, k, v, new_state = self.heads(projected, x, state, mask)
         if not self.config.conv_width:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
         q, k = l2_normalise(q.to(wide)), l2_normalise(k.to(wide))
@@ -99,15 +101,21 @@ class DeltaNet(LinearAttentionMixer):
             q,
             k,
             self.share_values(v),
-            None if decay is None else mask_tokens(decay, mask),
-            mask_tokens(beta, mask),
+            decay,
+            beta,
             initial_state=None if state is None else state["recurrent"],
         )
-        return self.output(o, x), {"recurrent": final, **new_state}
+        return self.output(o, projected, x.dtype), {"recurrent": final, **new_state}
 
-    def log_decay(self, x: Tensor) -> Tensor | None:
-        """DeltaNet never forgets by decay."""
-        return None
+    @property
+    def largest_beta(self) -> float:
+        """2 lets an eigenvalue of a token's update be negative."""
+        return 2.0 if self.config.negative_eigenvalues else 1.0
+
+    def gates(self, projected: dict[str, Tensor]) -> tuple[Tensor | None, Tensor]:
+        """Log decay, None here as DeltaNet never forgets by decay, and beta ``[B, T, H]``, float32 or wider."""
+        raw = projected["b"]
+        return None, (raw if raw.dtype == torch.float64 else raw.float()).sigmoid() * self.largest_beta
 
 
 class GatedDeltaNet(DeltaNet):
@@ -128,10 +136,8 @@ class GatedDeltaNet(DeltaNet):
         with torch.no_grad():
             self.A_log.log_()
 
-    def log_decay(self, x: Tensor) -> Tensor | None:
-        raw = self.a_proj(x)
-        raw = raw if raw.dtype == torch.float64 else raw.float()
-        return -self.A_log.to(raw.dtype).exp() * F.softplus(raw + self.dt_bias.to(raw.dtype))
+    def gates(self, projected: dict[str, Tensor]) -> tuple[Tensor | None, Tensor]:
+        return delta_gates(projected["a"], projected["b"], self.A_log, self.dt_bias, self.largest_beta)
 
 
 def reset_time_steps(bias: Tensor, low: float = 1e-3, high: float = 0.1, floor: float = 1e-4) -> None:

@@ -62,7 +62,8 @@ class GLA(LinearAttentionMixer):
         self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
     ) -> tuple[Tensor, LayerState]:
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state."""
-        q, k, v, new_state = self.project(x, state, mask)
+        projected = self.projections(x)
+        q, k, v, new_state = self.heads(projected, x, state, mask)
         gate = self.gk_proj(x).unflatten(-1, (-1, self.head_width))
         gate = gate if gate.dtype == torch.float64 else gate.float()
         log_decay = mask_tokens(F.logsigmoid(gate) / self.config.gate_divisor, mask)
@@ -72,4 +73,4 @@ class GLA(LinearAttentionMixer):
             o, final = merged_linear_attention(q, k, v, log_decay, self.mixing, initial_state=initial)
         else:
             o, final = gated_linear_attention(q, k, self.share_values(v), log_decay, initial_state=initial)
-        return self.output(o, x), {"recurrent": final, **new_state}
+        return self.output(o, projected, x.dtype), {"recurrent": final, **new_state}

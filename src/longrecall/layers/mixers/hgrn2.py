@@ -14,7 +14,7 @@ from longrecall.errors import UserError
 from longrecall.layers.convolution import ShortConvolution
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
 from longrecall.layers.mixers.linear_attention import mask_tokens
-from longrecall.layers.norm import RMSNorm
+from longrecall.layers.norm import RMSNorm, operand_dtype
 from longrecall.ops import gated_linear_attention
 
 
@@ -96,7 +96,7 @@ class HGRN2(nn.Module):
             mask_tokens(log_forget, mask),
             initial_state=None if state is None else state["recurrent"],
         )
-        y = self.o_proj(self.o_norm(o.flatten(-2)).to(x.dtype))
+        y = self.o_proj(self.o_norm(o.flatten(-2), operand_dtype(x)))
         return y, {"recurrent": final, **new_state}
 
 

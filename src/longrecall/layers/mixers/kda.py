@@ -13,7 +13,8 @@ from longrecall.layers.convolution import ShortConvolution
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.delta_net import reset_time_steps
 from longrecall.layers.mixers.linear_attention import LinearAttentionConfig, mask_tokens
-from longrecall.layers.norm import RMSNorm, l2_normalise
+from longrecall.layers.norm import RMSNorm, l2_normalise, operand_dtype
+from longrecall.layers.projections import project_gated
 from longrecall.ops import gated_delta_rule
 
 
@@ -95,8 +96,7 @@ class KDA(nn.Module):
             mask_tokens(beta, mask),
             initial_state=None if state is None else state["recurrent"],
         )
-        gate = self.g_proj(x).to(wide).sigmoid().unflatten(-1, (config.num_heads, -1))
-        projected: Tensor = self.o_proj((self.o_norm(o.to(wide)) * gate).to(x.dtype).flatten(-2))
+        projected = project_gated(o, self.o_norm, self.g_proj(x), self.o_proj, operand_dtype(x), "sigmoid")
         return projected, {"recurrent": final, **new_state}
 
     def log_decay(self, x: Tensor) -> Tensor:

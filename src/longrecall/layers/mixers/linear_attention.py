@@ -11,13 +11,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from longrecall.errors import UserError
 from longrecall.layers.convolution import ShortConvolution
 from longrecall.layers.expansion import ExpansionConfig
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
-from longrecall.layers.norm import RMSNorm
+from longrecall.layers.norm import RMSNorm, operand_dtype
+from longrecall.layers.projections import project, project_gated
 from longrecall.ops.subheads import share_values, sum_subheads
 
 
@@ -141,13 +141,18 @@ class LinearAttentionMixer(nn.Module):
         self.o_norm = RMSNorm(config.value_dim, norm_eps)
         self.o_proj = nn.Linear(values, hidden_size, bias=False)
 
-    def project(
-        self, x: Tensor, state: LayerState | None, mask: Tensor | None
+    def projections(self, x: Tensor) -> dict[str, Tensor]:
+        """The products of x ``[B, T, d]``: q, k, v and, where a layer has them, g (gate), b (beta) and a (decay)."""
+        layers = {name: getattr(self, f"{name}_proj", None) for name in "qkvgba"}
+        return project(x, {name: layer for name, layer in layers.items() if layer is not None})
+
+    def heads(
+        self, projected: dict[str, Tensor], x: Tensor, state: LayerState | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, LayerState]:
-        """x ``[B, T, d]`` -> q, k ``[B, T, H * E, K]``, v ``[B, T, Hv, V]`` and the new convolution states."""
+        """`projections` of x -> q, k ``[B, T, H * E, K]``, v ``[B, T, Hv, V]`` and the new convolution states."""
         results, new_state = [], {}
         for name in ("q", "k", "v"):
-            y = getattr(self, f"{name}_proj")(x)
+            y = projected[name]
             expand = getattr(self, f"{name}_expand")
             if expand is not None:
                 y = expand(y.unflatten(-1, (self.key_heads, -1)), x).flatten(-2)
@@ -172,20 +177,19 @@ class LinearAttentionMixer(nn.Module):
         """o ``[B, T, Hv * E, V]`` -> ``[B, T, Hv, V]``, added up in float32 (the paper, equation 10)."""
         return sum_subheads(o, self.key_heads, self.subheads, self.output_weights())
 
-    def output(self, o: Tensor, x: Tensor) -> Tensor:
+    def output(self, o: Tensor, projected: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Sum over subheads, per-head norm, output gate and projection: o ``[B, T, Hv * E, V]`` -> ``[B, T, d]``."""
-        return self.gated_output(self.sum_subheads(o), x)
+        return self.gated_output(self.sum_subheads(o), projected, dtype)
 
-    def gated_output(self, o: Tensor, x: Tensor) -> Tensor:
-        """Per-head norm, output gate and projection: o ``[B, T, Hv, V]`` -> ``[B, T, d]``."""
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        o = self.o_norm(o.to(wide))
-        if self.g_proj is not None:
-            o = o * F.silu(self.g_proj(x).to(wide).unflatten(-1, (-1, self.value_width)))
-        projected: Tensor = self.o_proj(o.to(x.dtype).flatten(-2))
-        return projected
+    def gated_output(self, o: Tensor, projected: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Per-head norm, output gate and projection: o ``[B, T, Hv, V]`` -> ``[B, T, d]``; `dtype` is that of x."""
+        dtype = operand_dtype(o, dtype)
+        if "g" in projected:
+            return project_gated(o, self.o_norm, projected["g"], self.o_proj, dtype)
+        y: Tensor = self.o_proj(self.o_norm(o, dtype).flatten(-2))
+        return y
 
 
 def mask_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
     """Zero x ``[B, T, ...]`` at padded positions, which leaves the recurrent state as it was there."""
-    return x if mask is None else x * mask.view(*mask.shape, *[1] * (x.dim() - 2)).to(x.dtype)
+    return x if mask is None else x * mask.view(*mask.shape, *[1] * (x.dim() - 2))

@@ -14,7 +14,8 @@ from longrecall.layers.convolution import ShortConvolution
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
 from longrecall.layers.mixers.delta_net import reset_time_steps
 from longrecall.layers.mixers.linear_attention import mask_tokens
-from longrecall.layers.norm import RMSNorm
+from longrecall.layers.norm import RMSNorm, operand_dtype
+from longrecall.layers.projections import project_gated
 from longrecall.ops import gated_linear_attention
 
 
@@ -111,6 +112,5 @@ class Mamba2(nn.Module):
             initial_state=None if state is None else state["recurrent"],
         )
         y = torch.addcmul(y, values.to(wide), self.D.to(wide)[:, None]).flatten(-2)
-        y = self.norm(y * F.silu(z.to(wide))).to(x.dtype)
-        projected: Tensor = self.out_proj(y)
+        projected = project_gated(y, self.norm, z, self.out_proj, operand_dtype(x), "silu_before")
         return projected, {"recurrent": final, "conv": conv_state}

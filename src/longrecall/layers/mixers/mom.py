@@ -14,7 +14,9 @@ from longrecall.layers.convolution import ShortConvolution
 from longrecall.layers.mixers.base import AUXILIARY_LOSS, LayerState, MixerConfig, StateShapes
 from longrecall.layers.mixers.delta_net import reset_time_steps
 from longrecall.layers.mixers.linear_attention import mask_tokens
-from longrecall.layers.norm import RMSNorm, l2_normalise
+from longrecall.layers.norm import RMSNorm, l2_normalise, operand_dtype
+from longrecall.layers.projections import project_gated
+from longrecall.layers.recording import shapes_are_fixed
 from longrecall.ops import gated_delta_rule, gated_linear_attention, short_convolution
 
 RULES = ("gated_delta", "gated_linear")
@@ -237,18 +239,16 @@ class MoM(nn.Module):
         return [{name: parts[index] for name, parts in rows.items()} for index in range(count)]
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
-        o = self.o_norm(o)
+        dtype = operand_dtype(x)
         if self.g_proj is not None:
-            o = o * F.silu(self.g_proj(x).to(o.dtype).unflatten(-1, (self.config.num_heads, -1)))
-        projected: Tensor = self.o_proj(o.to(x.dtype).flatten(-2))
+            return project_gated(o, self.o_norm, self.g_proj(x), self.o_proj, dtype)
+        projected: Tensor = self.o_proj(self.o_norm(o, dtype).flatten(-2))
         return projected
 
 
 def _may_gather(x: Tensor) -> bool:
-    """Whether lengths may depend on values: not while a graph is recorded, and not without any."""
-    if torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda"):
-        return False
-    return x.device.type == "cpu" or not torch.cuda.is_current_stream_capturing()
+    """Whether lengths may depend on values: not where a graph is recorded, and not without any."""
+    return x.device.type in ("cpu", "cuda") and not shapes_are_fixed(x.device)
 
 
 def _gathered(chosen: Tensor) -> list[Tensor]:

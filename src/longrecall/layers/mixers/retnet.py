@@ -49,7 +49,8 @@ class RetNet(LinearAttentionMixer):
         self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
     ) -> tuple[Tensor, LayerState]:
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state; `position` ``[B]`` counts the tokens read before x."""
-        q, k, v, new_state = self.project(x, state, mask)
+        projected = self.projections(x)
+        q, k, v, new_state = self.heads(projected, x, state, mask)
         positions = token_positions(position, x.shape[1], mask)
         q, k = (apply_rotary(y, positions, self.config.rope_theta) for y in (q, k))
         heads = torch.arange(self.config.num_heads, device=x.device, dtype=torch.float64)
@@ -61,4 +62,4 @@ class RetNet(LinearAttentionMixer):
             o, final = merged_linear_attention(q, k, v, log_decay, self.mixing, initial_state=initial)
         else:
             o, final = gated_linear_attention(q, k, v, log_decay, initial_state=initial)
-        return self.output(o, x), {"recurrent": final, **new_state}
+        return self.output(o, projected, x.dtype), {"recurrent": final, **new_state}

@@ -23,6 +23,10 @@ MODULES = {
     "selected_attention": "retrieval",
     "best_chunks": "retrieval",
     "selective_scan": "selective_scan",
+    "rms_norm": "normalisation",
+    "gated_rms_norm": "normalisation",
+    "silu_product": "gating",
+    "delta_gates": "gates",
 }
 """Ops that have kernels, and the module of each."""
 
@@ -49,7 +53,7 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def declines(op: str, inputs: dict[str, Tensor | None]) -> str | None:
+def declines(op: str, inputs: dict[str, Tensor | None], **options: Any) -> str | None:
     """Why a call cannot be served, in words; None = it can. `inputs` by name, in the dtypes the caller gave."""
     if op not in MODULES:
         return f"{op} has no kernel"
@@ -58,7 +62,7 @@ def declines(op: str, inputs: dict[str, Tensor | None]) -> str | None:
         return reason
     if any(x is not None and x.dtype == torch.float64 for x in inputs.values()):
         return "float64 is left to the other backends"
-    reason = _module(op).declines(**inputs)
+    reason = _module(op).declines(**inputs, **options)
     return None if reason is None else str(reason)
 
 
@@ -89,7 +93,8 @@ def subhead_delta_rule(**inputs: Any) -> tuple[Tensor, Tensor]:
 @torch.compiler.disable
 def expanded_delta_rule(**inputs: Any) -> tuple[Tensor, Tensor]:
     """`expanded.expanded_delta_rule`."""
-    return _run("expanded_delta_rule", inputs)
+    o, final = _module("expanded_delta_rule").expanded_delta_rule(**inputs)
+    return o, final
 
 
 @torch.compiler.disable
@@ -100,11 +105,45 @@ def selective_scan(**inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.compiler.disable
-def convolve_heads(z: Tensor, weight: Tensor, state: Tensor, *, normalise: bool) -> Tensor:
-    """`convolution.convolve_heads`."""
-    module = importlib.import_module("longrecall.ops.triton.convolution")
-    out: Tensor = module.convolve_heads(z, weight, state, normalise=normalise)
+def add_rms_norm(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """`normalisation.add_rms_norm`."""
+    stream, out = _module("rms_norm").add_rms_norm(*inputs)
+    return stream, out
+
+
+@torch.compiler.disable
+def gated_rms_norm(*inputs: Any) -> Tensor:
+    """`gating.gated_rms_norm`."""
+    out: Tensor = _module("silu_product").gated_rms_norm(*inputs)
     return out
+
+
+@torch.compiler.disable
+def gated_norm_projection(*inputs: Any) -> Tensor:
+    """`gating.gated_norm_projection`."""
+    out: Tensor = _module("silu_product").gated_norm_projection(*inputs)
+    return out
+
+
+@torch.compiler.disable
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """`gating.silu_product`."""
+    out: Tensor = _module("silu_product").silu_product(gate, up)
+    return out
+
+
+@torch.compiler.disable
+def gated_projection(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    """`gating.gated_projection`."""
+    out: Tensor = _module("silu_product").gated_projection(gate, up, weight)
+    return out
+
+
+@torch.compiler.disable
+def delta_gates(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """`gates.delta_gates`."""
+    log_decay, beta = _module("delta_gates").delta_gates(*inputs)
+    return log_decay, beta
 
 
 @torch.compiler.disable

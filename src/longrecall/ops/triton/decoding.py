@@ -13,13 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GATES = {None: 0, "fixed": 1, "delta": 2, "channel": 3, "step": 4}
-"""How the log decay forms: not at all; given per head; -exp(A) softplus(a + b); log sigmoid per channel; Mamba-2's."""
-
-
-@triton.jit
-def _softplus(x):
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+from longrecall.ops.triton.launch import kernel
 
 
 @triton.jit
@@ -27,7 +21,7 @@ def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-@triton.jit
+@kernel
 def _add_norm_kernel(stream, update, weight, out, size, eps, UPDATE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -61,7 +55,7 @@ def add_norm(stream: Tensor, update: Tensor | None, weight: Tensor, eps: float, 
     return out
 
 
-@triton.jit
+@kernel
 def _silu_product_kernel(gate, up, out, count, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
@@ -101,7 +95,7 @@ def _taps(
     tl.store(out + row * channels + column, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel
 def _conv_kernel(
     x0, r0, s0, w0, b0, o0, c0, x1, r1, s1, w1, b1, o1, c1, x2, r2, s2, w2, b2, o2, c2,
     blocks0, blocks1, W: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -146,134 +140,7 @@ def convolve(parts: list[tuple[Tensor, Tensor, Tensor, Tensor | None]]) -> list[
     return outs
 
 
-@triton.jit
-def _recurrence_kernel(
-    q, k, v, gate, bias, A_log, D, beta, state, out,
-    scale, divisor, low, high, beta_factor, eps,
-    q_row, k_row, v_row, gate_row, beta_row,
-    heads, key_heads, share, value_heads, K, V,
-    GATE: tl.constexpr, DELTA: tl.constexpr, NORMALISE: tl.constexpr, SKIP: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    place = tl.program_id(0)
-    row = (place // heads).to(tl.int64)
-    head = place % heads
-    repeats = heads // key_heads
-    key_head = head // repeats
-    # State heads: key head, then subhead, then value head of that key head; subheads share the values.
-    value_head = ((head // (share * repeats)) * repeats + head % repeats) % value_heads
-    values = tl.program_id(1) * BV + tl.arange(0, BV)
-    in_values = values < V
-    value = tl.load(v + row * v_row + value_head * V + values, mask=in_values, other=0.0).to(tl.float32)
-    written = value
-    decay = 1.0
-    if GATE == 1:
-        decay = tl.exp(tl.load(gate + row * gate_row + head).to(tl.float32))
-    if GATE == 2 or GATE == 4:
-        raw = tl.load(gate + row * gate_row + head).to(tl.float32) + tl.load(bias + head).to(tl.float32)
-        step = _softplus(raw)
-        if GATE == 4:
-            step = tl.minimum(tl.maximum(step, low), high)
-            written = value * step
-        decay = tl.exp(-tl.exp(tl.load(A_log + head).to(tl.float32)) * step)
-    y = tl.zeros([BV], tl.float32)
-    for first in range(0, K, BK):
-        keys = first + tl.arange(0, BK)
-        in_keys = keys < K
-        tile = state + ((row * heads + head) * K + keys[:, None]) * V + values[None, :]
-        inside = in_keys[:, None] & in_values[None, :]
-        S = tl.load(tile, mask=inside, other=0.0).to(tl.float32)
-        query = tl.load(q + row * q_row + key_head * K + keys, mask=in_keys, other=0.0).to(tl.float32)
-        key = tl.load(k + row * k_row + key_head * K + keys, mask=in_keys, other=0.0).to(tl.float32)
-        if NORMALISE:
-            query *= tl.rsqrt(tl.sum(query * query, 0) + eps)
-            key *= tl.rsqrt(tl.sum(key * key, 0) + eps)
-        if GATE == 3:
-            rate = tl.load(gate + row * gate_row + key_head * K + keys, mask=in_keys, other=0.0).to(tl.float32)
-            S *= tl.exp(-_softplus(-rate) / divisor)[:, None]
-        elif GATE != 0:
-            S *= decay
-        if DELTA:
-            # Both sums over the old state, side by side: q S' = q S + (q k) written needs no second pass.
-            strength = beta_factor * _sigmoid(tl.load(beta + row * beta_row + head).to(tl.float32))
-            written = strength * (value - tl.sum(S * key[:, None], 0))
-        y += tl.sum(S * query[:, None], 0) + tl.sum(query * key, 0) * written
-        S += key[:, None] * written[None, :]
-        tl.store(tile, S.to(state.dtype.element_ty), mask=inside)
-    y *= scale
-    if SKIP:
-        y += value * tl.load(D + head).to(tl.float32)
-    tl.store(out + (row * heads + head) * V + values, y, mask=in_values)
-
-
-def _tile(K: int, V: int, delta: bool) -> tuple[int, int, int]:
-    """Keys and values of one program, and its warps. The delta rule needs all keys at once."""
-    # Measured on an H200 (benchmarks/gpu_decoding.py): small tiles, many programs, so that loads are always under way.
-    BV = min(triton.next_power_of_2(V), 64)
-    if delta:
-        BK = triton.next_power_of_2(K)
-        return BK, min(BV, max(16, 8192 // BK)), 4
-    return min(triton.next_power_of_2(K), 64), BV, 2
-
-
-@dataclass(frozen=True)
-class Gate:
-    """What forms the decay of a step: its kind (see GATES), the raw projection and its parameters."""
-
-    kind: str | None
-    raw: Tensor | None = None
-    bias: Tensor | None = None
-    A_log: Tensor | None = None
-    divisor: float = 1.0
-    low: float = 0.0
-    high: float = float("inf")
-
-
-def recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    gate: Gate,
-    *,
-    scale: float,
-    key_heads: int,
-    value_heads: int,
-    share: int = 1,
-    beta: Tensor | None = None,
-    beta_factor: float = 1.0,
-    normalise: bool = False,
-    skip: Tensor | None = None,
-    eps: float = 1e-6,
-    tile: tuple[int, int, int] | None = None,
-) -> Tensor:
-    """One step of gated linear attention or of the gated delta rule; `state` ``[B, H, K, V]`` is updated in place.
-
-    q, k ``[B, G * K]`` of G `key_heads`, v ``[B, Hv * V]`` of Hv `value_heads`; `share` subheads E of a head write the
-    same values (H = Hv * E; merged heads: Hv = 1). `beta` ``[B, H]`` before its sigmoid makes it the delta rule;
-    `normalise` divides q and k by their L2 norm; `skip` ``[H]`` adds D * v. `tile`: keys
-    and values that one program holds, and its warps; None chooses. Returns float32 ``[B, H, V]``.
-    """
-    batch, heads, K, V = state.shape
-    out = torch.empty(batch, heads, V, device=state.device, dtype=torch.float32)
-    BK, BV, warps = tile or _tile(K, V, delta=beta is not None)
-    empty = state
-    _recurrence_kernel[(batch * heads, triton.cdiv(V, BV))](
-        q, k, v,
-        *(empty if x is None else x for x in (gate.raw, gate.bias, gate.A_log, skip, beta)),
-        state, out,
-        scale, gate.divisor, gate.low, gate.high, beta_factor, eps,
-        q.stride(0), k.stride(0), v.stride(0),
-        0 if gate.raw is None or gate.raw.dim() == 1 else gate.raw.stride(0),
-        0 if beta is None else beta.stride(0),
-        heads, key_heads, share, value_heads, K, V,
-        GATE=GATES[gate.kind], DELTA=beta is not None, NORMALISE=normalise, SKIP=skip is not None,
-        BK=BK, BV=BV, num_warps=warps,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
+@kernel
 def _gated_norm_kernel(
     o, weights, gate, norm, out, terms, width, o_row, row_a, row_b, repeats, term_step, column_step,
     norm_step, gate_row, eps,

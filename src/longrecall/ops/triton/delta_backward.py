@@ -8,8 +8,16 @@ no order in time, and every chunk gets a program of its own.
 import triton
 import triton.language as tl
 
-from longrecall.ops.triton.delta_forward import CHUNK, decay_between, dot, numbers_of, rows_of, tile
+from longrecall.ops.triton.delta_forward import CHUNK, decay_between, dot, dot_onto, numbers_of, rows_of, tile
 from longrecall.ops.triton.launch import kernel
+
+
+@triton.jit
+def _chunk_of(x, b, start, T, head, HEADS: tl.constexpr, WIDTH: tl.constexpr, first, COLUMNS: tl.constexpr):
+    """`rows_of` a chunk from one pointer and 32-bit offsets, which leaves more registers to a state's gradient."""
+    x += (b * T + start) * (HEADS * WIDTH) + head * WIDTH + first
+    row = tl.arange(0, CHUNK)[:, None]
+    return tl.load(x + row * (HEADS * WIDTH) + tl.arange(0, COLUMNS)[None, :], mask=row < T - start, other=0.0)
 
 
 @kernel
@@ -34,26 +42,27 @@ def walk_back_kernel(
     for step in range(chunks):
         n = chunks - 1 - step
         start, here = n * CHUNK, state_row * chunks + n
-        keys = rows_of(k, b, start, T, group, KEY_HEADS, K, 0, CHUNK, K)
-        queries = rows_of(q, b, start, T, group, KEY_HEADS, K, 0, CHUNK, K)
-        d_o = rows_of(d_out, b, start, T, value_head, VALUE_HEADS, V, first, CHUNK, BV)
+        keys = _chunk_of(k, b, start, T, group, KEY_HEADS, K, 0, K)
+        queries = _chunk_of(q, b, start, T, group, KEY_HEADS, K, 0, K)
+        d_o = _chunk_of(d_out, b, start, T, value_head, VALUE_HEADS, V, first, BV)
         strength = numbers_of(beta, b, start, T, head, HEADS, CHUNK)
         G = tl.load(cumulative + here * CHUNK + i)
         last = tl.load(cumulative + here * CHUNK + CHUNK - 1)
         P = tl.load(inverse + here * CHUNK * CHUNK + square)
-        tl.store(d_states + here * K * V + wide, d_S.to(d_states.dtype.element_ty))
+        rounded = d_S.to(d_states.dtype.element_ty)
+        tl.store(d_states + here * K * V + wide, rounded)
         # The scores' transpose, so that no product needs one: row j is a key, column i the query that reads it.
         later = i[:, None] <= i[None, :]
-        decay = tl.where(later, tl.exp(tl.where(later, G[None, :] - G[:, None], 0.0)), 0.0)
+        decay = tl.where(later, tl.exp(tl.where(later, G[None, :] - G[:, None], 0.0)) * factor, 0.0)
         scores = dot(keys, tl.trans(queries), MODE) * decay
-        d_U = dot(scores, d_o, MODE) * factor + tl.exp(last - G)[:, None] * dot(keys, d_S, MODE)
+        # Sums go into the accumulators of products: beside the state there is room for one more of them.
+        d_U = dot_onto(scores, d_o, dot(keys, rounded, MODE) * tl.exp(last - G)[:, None], MODE)
         d_X = dot(tl.trans(P), d_U, MODE)
         place = d_targets + here * CHUNK * V + tile(CHUNK, BV, V, first)
         tl.store(place, d_X.to(d_targets.dtype.element_ty))
         a = tl.exp(G)[:, None]
-        read = dot(tl.trans(queries), d_o.to(tl.float32) * a * factor, MODE)
-        written = dot(tl.trans(keys), d_X * (a * strength[:, None]), MODE)
-        d_S = d_S * tl.exp(last) + read - written
+        d_S = dot_onto(tl.trans(queries), d_o.to(tl.float32) * (a * factor), d_S * tl.exp(last), MODE)
+        d_S = dot_onto(tl.trans(keys), d_X * (-a * strength[:, None]), d_S, MODE)
     tl.store(d_initial + state_row * K * V + wide, d_S)
 
 
@@ -114,7 +123,8 @@ def keys_kernel(
 ):  # fmt: skip
     """The gradients of BK channels of q and k ``[B, T, HEADS, K]`` in one chunk, and their share of the gates'.
 
-    `d_beta` and `d_decay` are float32 ``[K / BK, B, T, HEADS]``, `d_weights` ``[K / BK, B, HEADS, chunks]``.
+    `d_queries` and `d_keys` may be q and k: no other program reads these channels. `d_beta` and `d_decay` are float32
+    ``[K / BK, B, T, HEADS]``, `d_weights` ``[K / BK, B, HEADS, chunks]``.
     """
     block, n, state_row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, head, first, start = state_row // HEADS, state_row % HEADS, block * BK, n * CHUNK
@@ -132,26 +142,31 @@ def keys_kernel(
     a, w = tl.exp(G)[:, None], tl.exp(last - G)[:, None]
     reads *= decay_between(G, G, i[:, None] >= i[None, :]) * scale
     writes *= -decay_between(G, G, i[:, None] > i[None, :])
-    keys = rows_of(k, b, start, T, group, KEY_HEADS, K, first, CHUNK, BK)
-    queries = rows_of(q, b, start, T, group, KEY_HEADS, K, first, CHUNK, BK)
+    keys = _chunk_of(k, b, start, T, group, KEY_HEADS, K, first, BK)
+    queries = _chunk_of(q, b, start, T, group, KEY_HEADS, K, first, BK)
+    t = start + i
+    corner = (b * T + start) * (HEADS * K) + head * K + first
+    place = i[:, None] * (HEADS * K) + tl.arange(0, BK)[None, :]
+    # The gradients may lie where q and k do: every warp has read its share of them before any writes.
+    tl.debug_barrier()
+    # What is done with goes out before the next sum begins: five of them fill the registers.
+    d_q = dot_onto(reads, keys, read * (a * scale), MODE)
+    by_read = tl.sum(d_q * queries.to(tl.float32), 1)
+    tl.store(d_queries + corner + place, (d_q * weight).to(d_queries.dtype.element_ty), mask=(t < T)[:, None])
+    d_written = dot_onto(writes, keys, written * -a, MODE)
+    by_written = tl.sum(d_written * keys.to(tl.float32), 1)
     kept *= w
     after = tl.sum(kept * keys.to(tl.float32))
-    d_q = dot(reads, keys, MODE) + read * a * scale
-    d_written = dot(writes, keys, MODE) - written * a
     # The weight is not rounded with the scores: what a token reads of itself then cancels in the decay's gradient.
-    d_k = dot(tl.trans(writes * strength[:, None]), keys, MODE) + dot(tl.trans(reads), queries, MODE) * weight + kept
-    by_read = tl.sum(d_q * queries.to(tl.float32), 1)
-    by_written = tl.sum(d_written * keys.to(tl.float32), 1)
+    d_k = dot(tl.trans(reads), queries, MODE) * weight + kept
+    d_k = dot_onto(tl.trans(writes * strength[:, None]), keys, d_k, MODE)
     d_G = strength * by_written + weight * by_read - tl.sum(d_k * keys.to(tl.float32), 1)
     d_G += tl.where(i == CHUNK - 1, tl.exp(last) * product + after, 0.0)
     # G is a cumulative sum of the log decays: its gradient is summed from the end of the chunk.
     d_g = tl.sum(tl.where(i[:, None] >= i[None, :], d_G[:, None], 0.0), 0)
-    t = start + i
     numbers = ((block * (tl.num_programs(2) // HEADS) + b) * T + t) * HEADS + head
     tl.store(d_beta + numbers, by_written, mask=t < T)
     tl.store(d_decay + numbers, d_g, mask=t < T)
     tl.store(d_weights + (block * tl.num_programs(2) + state_row) * chunks + n, tl.sum(by_read, 0))
-    place = (b * T + t)[:, None] * (HEADS * K) + head * K + first + tl.arange(0, BK)[None, :]
-    tl.store(d_queries + place, (d_q * weight).to(d_queries.dtype.element_ty), mask=(t < T)[:, None])
     d_k += strength[:, None] * d_written
-    tl.store(d_keys + place, d_k.to(d_keys.dtype.element_ty), mask=(t < T)[:, None])
+    tl.store(d_keys + corner + place, d_k.to(d_keys.dtype.element_ty), mask=(t < T)[:, None])

@@ -30,6 +30,18 @@ def dot(a, b, MODE: tl.constexpr):
 
 
 @triton.jit
+def dot_onto(a, b, c, MODE: tl.constexpr):
+    """c + a @ b as `dot`, added up where c lies: no second set of registers holds the product."""
+    if MODE == "bf16":
+        c = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), c)
+    elif MODE == "bf16 wide":
+        c = tl.dot(a.to(tl.bfloat16).to(tl.float32), b.to(tl.bfloat16).to(tl.float32), c, input_precision="ieee")
+    else:
+        c = tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision=MODE)
+    return c
+
+
+@triton.jit
 def exact_dot(a, b, MODE: tl.constexpr):
     """a @ b of small float32 blocks, at float32's precision also where MODE is a lower one."""
     return tl.dot(a, b, input_precision="ieee" if MODE == "bf16 wide" or MODE == "ieee" else "tf32x3")
@@ -177,23 +189,35 @@ def _store_blocks(out, P00, P10, P20, P30, P11, P21, P31, P22, P32, P33):
 
 
 @triton.jit
-def _read(q, k, S, U, out, weight, scale, b, start, T, group, part_row, value_head, first, G, EARLIER,
+def corrections_of(keys, values, strength, G, P, S, MODE: tl.constexpr):
+    """U of a chunk from the state S before it."""
+    return dot(P, strength[:, None] * (values - tl.exp(G)[:, None] * dot(keys, S, MODE)), MODE)
+
+
+@triton.jit
+def carried(keys, U, G, last, S, MODE: tl.constexpr):
+    """The state after a chunk."""
+    return S * tl.exp(last) + dot(tl.trans(keys), U * tl.exp(last - G)[:, None], MODE)
+
+
+@triton.jit
+def _read(q, k, S, U, out, weight, scale, b, start, T, group, part_row, value_head, first, G, e, PART: tl.constexpr,
           KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
           MODE: tl.constexpr):  # fmt: skip
     """What the queries of one chunk read from the state before it and from the chunk itself, added to `out`.
 
-    `EARLIER`: whether an earlier subhead has written there.
+    This is subhead e of PART: those before it have written there.
     """
     i = tl.arange(0, CHUNK)
     queries = rows_of(q, b, start, T, group, KEY_HEADS, K, 0, CHUNK, K)
     scores = dot(queries, tl.trans(k), MODE) * decay_between(G, G, i[:, None] >= i[None, :])
-    o = (dot(queries, S, MODE) * tl.exp(G)[:, None] + dot(scores, U, MODE)) * (scale * weight)
-    t = start + i
-    inside = (t < T)[:, None]
-    columns = first + tl.arange(0, BV)
-    place = out + (part_row * T + t)[:, None] * (VALUE_HEADS * V) + value_head * V + columns[None, :]
-    o += tl.load(place, mask=inside & EARLIER, other=0.0)
-    tl.store(place, o, mask=inside)
+    o = dot_onto(scores, U, dot(queries, S, MODE) * tl.exp(G)[:, None], MODE) * (scale * weight)
+    inside = (i < T - start)[:, None]
+    out += (part_row * T + start) * (VALUE_HEADS * V) + value_head * V + first
+    place = out + i[:, None] * (VALUE_HEADS * V) + tl.arange(0, BV)[None, :]
+    if PART > 1:
+        o += tl.load(place, mask=inside & (e > 0), other=0.0)
+    tl.store(place, o.to(out.dtype.element_ty), mask=inside)
 
 
 @kernel
@@ -203,13 +227,20 @@ def walk_kernel(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, SUBHEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
     PART: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
-    """PART subheads of one value head one after the other, each from its first chunk to its last.
+    """PART subheads of one value head one after the other, each from the first chunk of a segment to its last.
 
-    READ: their outputs are added up in `out` float32 ``[parts, B, T, VALUE_HEADS, V]``, and the final states stored.
+    The sequence is one segment, or several that know the state before them: `initial` ``[B, HEADS, segments, K, V]``,
+    see delta_split.py. Programs of the third axis are the parts of one segment after the other.
+
+    READ: their outputs are added up in `out` ``[parts, B, T, VALUE_HEADS, V]``, float32 where there are several, and
+    the final states stored.
     Otherwise U goes to `corrections` ``[B, HEADS, chunks * C, V]`` and the state before every chunk to `states`
     ``[B, HEADS, chunks, K, V]``.
     """
-    first, row, part = tl.program_id(0) * BV, tl.program_id(1).to(tl.int64), tl.program_id(2)
+    PARTS: tl.constexpr = SUBHEADS // PART
+    first, row, part = tl.program_id(0) * BV, tl.program_id(1).to(tl.int64), tl.program_id(2) % PARTS
+    segment, segments = tl.program_id(2) // PARTS, tl.num_programs(2) // PARTS
+    per = (chunks + segments - 1) // segments
     b, value_head = row // VALUE_HEADS, row % VALUE_HEADS
     REPEATS: tl.constexpr = HEADS // KEY_HEADS
     square, wide = tile(CHUNK, CHUNK, CHUNK, 0), tile(K, BV, V, first)
@@ -219,8 +250,8 @@ def walk_kernel(
         head = group * REPEATS + value_head % REPEATS
         state_row = b * HEADS + head
         weight = tl.load(weights + value_head * SUBHEADS + sub).to(tl.float32)
-        S = tl.load(initial + state_row * K * V + wide).to(tl.float32)
-        for n in range(chunks):
+        S = tl.load(initial + (state_row * segments + segment) * K * V + wide).to(tl.float32)
+        for n in range(segment * per, tl.minimum((segment + 1) * per, chunks)):
             start, here = n * CHUNK, state_row * chunks + n
             keys = rows_of(k, b, start, T, group, KEY_HEADS, K, 0, CHUNK, K)
             values = rows_of(v, b, start, T, value_head, VALUE_HEADS, V, first, CHUNK, BV).to(tl.float32)
@@ -228,15 +259,15 @@ def walk_kernel(
             G = tl.load(cumulative + here * CHUNK + tl.arange(0, CHUNK))
             last = tl.load(cumulative + here * CHUNK + CHUNK - 1)
             P = tl.load(inverse + here * CHUNK * CHUNK + square)
-            X = strength[:, None] * (values - tl.exp(G)[:, None] * dot(keys, S, MODE))
-            U = dot(P, X, MODE)
+            U = corrections_of(keys, values, strength, G, P, S, MODE)
             if READ:
-                _read(q, keys, S, U, out, weight, scale, b, start, T, group, part * B + b, value_head, first, G, e > 0,
-                      KEY_HEADS, VALUE_HEADS, K, V, BV, MODE)  # fmt: skip
+                _read(q, keys, S, U, out, weight, scale, b, start, T, group, part * B + b, value_head, first, G, e,
+                      PART, KEY_HEADS, VALUE_HEADS, K, V, BV, MODE)  # fmt: skip
             else:
                 tl.store(states + here * K * V + wide, S.to(states.dtype.element_ty))
                 place = corrections + here * CHUNK * V + tile(CHUNK, BV, V, first)
                 tl.store(place, U.to(corrections.dtype.element_ty))
-            S = S * tl.exp(last) + dot(tl.trans(keys), U * tl.exp(last - G)[:, None], MODE)
+            S = carried(keys, U, G, last, S, MODE)
         if READ:
-            tl.store(final + state_row * K * V + wide, S)
+            ends_here = tl.arange(0, K) < tl.where(segment == segments - 1, K, 0)
+            tl.store(final + state_row * K * V + wide, S, mask=ends_here[:, None])

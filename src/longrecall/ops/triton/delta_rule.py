@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from longrecall.ops.chunked_linear import STRONGEST_DECAY
+from longrecall.ops.triton import delta_split, launch
 from longrecall.ops.triton.delta_backward import keys_kernel, values_kernel, walk_back_kernel
 from longrecall.ops.triton.delta_forward import CHUNK, invert_kernel, walk_kernel
 from longrecall.ops.triton.launch import arithmetic, interpreting, on_device, unsupported
@@ -37,7 +38,7 @@ WIDEST_FLOAT32_KEYS = 128
 MOST_STATES = 2**16 - 1
 """Programs along the second and third axis of a grid."""
 
-WORKSPACE = 2**30
+WORKSPACE = 11 * 2**28
 """Bytes that the backward may hold beside its inputs and outputs, unless a single row of the batch needs more."""
 
 SIZE = int(CHUNK.value)
@@ -75,13 +76,18 @@ class _Plan:
 
     @property
     def key_tile(self) -> int:
-        """Key channels of a program of `keys_kernel`."""
-        return min(self.key_width, 128 if self.kept == torch.bfloat16 else 32)
+        """Key channels of a program of `keys_kernel`: five sums of so many columns fill the registers of four warps."""
+        return min(self.key_width, 64 if self.kept == torch.bfloat16 else 32)
 
     @property
     def value_tile(self) -> int:
         """Value channels that such a program sums over at a time."""
         return min(self.value_width, 64 if self.kept == torch.bfloat16 else 32)
+
+    @property
+    def tile_stages(self) -> int:
+        """How many of these tiles are on their way at a time."""
+        return 2 if self.kept == torch.bfloat16 else 1
 
     @property
     def heads_of(self) -> dict[str, int]:
@@ -91,14 +97,20 @@ class _Plan:
     def sharing(self) -> dict[str, int]:
         return {"SUBHEADS": self.subheads, "VALUE_HEADS": self.value_heads}
 
-    def walking(self) -> dict[str, Any]:
-        """Constants of both walks."""
+    def walking(self, stages: int = 2) -> dict[str, Any]:
+        """Constants of both walks; `stages`: chunks on their way at a time, where keys are not too wide for it."""
         widths = {"K": self.key_width, "V": self.value_width, "BV": self.value_block, "MODE": self.mode}
-        stages = 1 if self.key_width > 128 else 2
+        stages = 1 if self.key_width > 128 else stages
         return {**self.heads_of, **self.sharing, **widths, "num_warps": 4, "num_stages": stages}
 
     def parts(self, processors: int) -> int:
-        """How many programs share the subheads of a value head: few, as each has its own sum, yet enough to be busy."""
+        """How many programs share the subheads of a value head, each with a sum of its own.
+
+        In float32 few, yet enough to be busy. In bfloat16 every subhead has its own, rounded once: half the traffic of
+        four sums in float32 to which 8 subheads add.
+        """
+        if self.kept == torch.bfloat16:
+            return self.subheads
         programs = self.rows * self.value_heads * (self.value_width // self.value_block)
         fits = (n for n in range(1, self.subheads + 1) if self.subheads % n == 0 and n * programs >= 2 * processors)
         return next(fits, self.subheads)
@@ -106,10 +118,11 @@ class _Plan:
     def group_rows(self, processors: int, more: int = 0) -> int:
         """Rows of the batch that the backward takes at a time; `more` numbers a row are held beside its own."""
         tokens = self.heads * self.chunks * SIZE
-        numbers = tokens * (2 * self.value_width + SIZE) + 2 * tokens // SIZE * self.key_width * self.value_width + more
+        numbers = 2 * tokens * self.value_width + 2 * tokens // SIZE * self.key_width * self.value_width + more
         most = WORKSPACE // (numbers * self.kept.itemsize)
-        least = -(-2 * processors // (self.heads * (self.value_width // self.value_block)))
-        return min(self.rows, max(1, most, least))
+        least = 2 * processors // (self.heads * (self.value_width // self.value_block))
+        groups = triton.cdiv(self.rows, max(1, most, least))
+        return int(triton.cdiv(self.rows, groups))
 
 
 def declines(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor, **_: Any) -> str | None:
@@ -191,16 +204,17 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scale: float, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         ctx.scale = scale
-        ctx.save_for_backward(*inputs)
         with on_device(inputs[0]):
-            return forward(scale, *inputs)
+            out, final, *solved = forward(scale, *inputs)
+        ctx.save_for_backward(*solved, *inputs)
+        return out, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
+        inverse, cumulative, *inputs = ctx.saved_tensors
         with on_device(inputs[0]):
-            return (None, *backward(ctx.scale, inputs, *grads))
+            return (None, *backward(ctx.scale, tuple(inputs), (inverse, cumulative), *grads))
 
 
 def _plan(q: Tensor, v: Tensor, beta: Tensor, scale: float) -> _Plan:
@@ -211,10 +225,6 @@ def _plan(q: Tensor, v: Tensor, beta: Tensor, scale: float) -> _Plan:
     products = arithmetic(v.dtype)
     narrow = "bf16 wide" if interpreting() else "bf16"
     return _Plan(*sizes, mode=narrow if products.dtype == torch.bfloat16 else products.precision, scale=scale)
-
-
-def _processors(x: Tensor) -> int:
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
 
 
 def _invert(plan: _Plan, k: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,67 +246,92 @@ def _walk(
     """Partial sums of outputs ``[parts, B, T, Hv, V]`` and final states, or every chunk's state and U (see kernel)."""
     q, k, v, _, beta, weights, state = inputs
     inverse, cumulative = solved
-    parts = plan.parts(_processors(q)) if read else plan.subheads
+    processors = launch.processors(q)
+    parts = plan.parts(processors) if read else plan.subheads
+    grid = (plan.value_width // plan.value_block, plan.rows * plan.value_heads)
+    segments = launch.segments(grid[0] * grid[1] * parts, plan.chunks, processors, products=True)
+    # Without queries there is room for one more chunk on its way.
+    walking = plan.walking(2 if read or plan.kept == torch.float32 else 3)
+    if segments > 1:
+        state = delta_split.starts(plan, inputs, solved, segments)
+        walking |= delta_split.ahead(plan, grid[0] * grid[1] * parts * segments, processors)
     out = final = states = corrections = state
     if read:
-        out, final = state.new_empty((parts, *v.shape)), torch.empty_like(state)
+        # A subhead with a part of its own adds nothing up: its outputs are rounded as they are written.
+        kind = v.dtype if plan.subheads == 1 or plan.kept == torch.bfloat16 else torch.float32
+        out, final = v.new_empty((parts, *v.shape), dtype=kind), torch.empty_like(inputs[-1])
     else:
         heads = (plan.rows, plan.heads)
         states = k.new_empty((*heads, plan.chunks, plan.key_width, plan.value_width), dtype=plan.kept)
         corrections = k.new_empty((*heads, plan.chunks * SIZE, plan.value_width), dtype=plan.kept)
-    walk_kernel[(plan.value_width // plan.value_block, plan.rows * plan.value_heads, parts)](
+    walk_kernel[(*grid, parts * segments)](
         q, k, v, beta, weights, cumulative, inverse, state, out, final, states, corrections,
         plan.scale, plan.length, plan.chunks, plan.rows,
-        PART=plan.subheads // parts, READ=read, **plan.walking(),
+        PART=plan.subheads // parts, READ=read, **walking,
     )  # fmt: skip
     return out, final, states, corrections
 
 
-def forward(scale: float, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs ``[B, T, Hv, V]`` in the dtype of v and the final state, float32; inputs as `_DeltaRule`."""
+def forward(scale: float, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Outputs ``[B, T, Hv, V]`` in the dtype of v, the final state, float32, and what `_invert` found for the backward.
+
+    Inputs as `_DeltaRule`.
+    """
     q, k, v, log_decay, beta, _, _ = inputs
     plan = _plan(q, v, beta, scale)
-    out, final, _, _ = _walk(plan, inputs, _invert(plan, k, log_decay, beta), read=True)
-    return (out[0] if len(out) == 1 else out.sum(0)).to(v.dtype), final
+    solved = _invert(plan, k, log_decay, beta)
+    out, final, _, _ = _walk(plan, inputs, solved, read=True)
+    return (out[0] if len(out) == 1 else out.sum(0)).to(v.dtype), final, *solved
 
 
-def backward(scale: float, inputs: tuple[Tensor, ...], d_out: Tensor, d_final: Tensor) -> list[Tensor]:
+def backward(
+    scale: float, inputs: tuple[Tensor, ...], solved: tuple[Tensor, Tensor], d_out: Tensor, d_final: Tensor
+) -> list[Tensor]:
     """The gradients of q, k, v, log decay, beta, weights and state, a group of rows at a time."""
     q, k, v, log_decay, beta, weights, state = inputs
     plan = _plan(q, v, beta, scale)
     gradients = [torch.empty_like(x) for x in (q, k, v, log_decay, beta, state)]
     d_weights = torch.zeros_like(weights)
     d_out, d_final = d_out.contiguous(), d_final.contiguous()
-    step = plan.group_rows(_processors(q))
+    step = plan.group_rows(launch.processors(q))
     for first in range(0, plan.rows, step):
         rows = slice(first, first + step)
         group = (q[rows], k[rows], v[rows], log_decay[rows], beta[rows], weights, state[rows])
-        d_weights += group_backward(scale, group, d_out[rows], d_final[rows], [x[rows] for x in gradients])
+        found = (solved[0][rows], solved[1][rows])
+        d_weights += group_backward(scale, group, found, d_out[rows], d_final[rows], [x[rows] for x in gradients])
     return [*gradients[:5], d_weights, gradients[5]]
 
 
 def rows_at_a_time(q: Tensor, v: Tensor, beta: Tensor) -> int:
-    """Rows of the batch for `group_backward` where q, k, what they are made of and their gradients are held as well.
+    """Rows of the batch for `group_backward` where q, k, v, what they are made of and v's gradient are held as well.
 
     q ``[B, T, H * E, K]`` is read for its shape alone.
     """
-    return _plan(q, v, beta, 1.0).group_rows(_processors(v), more=6 * q[0].numel())
+    return _plan(q, v, beta, 1.0).group_rows(launch.processors(v), more=4 * q[0].numel() + 3 * v[0].numel())
 
 
 def group_backward(
-    scale: float, inputs: tuple[Tensor, ...], d_out: Tensor, d_final: Tensor, into: list[Tensor]
+    scale: float,
+    inputs: tuple[Tensor, ...],
+    solved: tuple[Tensor, Tensor],
+    d_out: Tensor,
+    d_final: Tensor,
+    into: list[Tensor],
 ) -> Tensor:
-    """Write the gradients of q, k, v, log decay, beta and state of some rows to `into`; returns that of the weights."""
-    q, k, v, log_decay, beta, weights, _ = inputs
+    """Write the gradients of q, k, v, log decay, beta and state of some rows to `into`; returns that of the weights.
+
+    Those of q and k may be q and k themselves, which are then lost. `solved` as `_invert` returns it.
+    """
+    q, k, v, _, beta, weights, _ = inputs
     _, _, d_v, _, d_beta, d_state = into
+    inverse, cumulative = solved
     plan = _plan(q, v, beta, scale)
-    solved = inverse, cumulative = _invert(plan, k, log_decay, beta)
     _, _, states, corrections = _walk(plan, inputs, solved, read=False)
     d_states, d_targets = torch.empty_like(states), torch.empty_like(corrections)
     states_grid = (plan.value_width // plan.value_block, plan.rows * plan.heads)
     walk_back_kernel[states_grid](
         q, k, beta, weights, cumulative, inverse, d_out, d_final, d_state, d_states, d_targets,
-        plan.scale, plan.length, plan.chunks, **plan.walking(),
+        plan.scale, plan.length, plan.chunks, **plan.walking(1 if plan.kept == torch.float32 else 2),
     )  # fmt: skip
     values_kernel[(triton.cdiv(plan.length, 32), plan.rows * plan.value_heads)](
         v, beta, d_targets, d_v, d_beta, plan.length, plan.chunks,
@@ -325,7 +360,7 @@ def _keys_backward(plan: _Plan, inputs: tuple[Tensor, ...], walked: tuple[Tensor
         q, k, beta, weights, *walked, d_queries, d_keys, sums[0], sums[1], d_weights,
         plan.scale, plan.length, plan.chunks,
         **plan.heads_of, **plan.sharing, K=plan.key_width, V=plan.value_width, BK=block,
-        BV=plan.value_tile, MODE=plan.mode, num_warps=8 if block > 64 else 4, num_stages=1,
+        BV=plan.value_tile, MODE=plan.mode, num_warps=4, num_stages=plan.tile_stages,
     )  # fmt: skip
     if shared > 1:
         for total, parts in ((d_q, d_queries), (d_k, d_keys)):

@@ -8,7 +8,12 @@ enough (`torch.set_float32_matmul_precision`).
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
+import operator
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,14 +77,93 @@ def product_block(size: int, largest: int, dtype: torch.dtype) -> int:
     return max(least, block(size, largest))
 
 
+def processors(x: Tensor) -> int:
+    """Multiprocessors of the device of `x`; 1 for the interpreter."""
+    return _processors(x.device) if x.is_cuda else 1
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+LEAST_CHUNKS = 4
+"""Chunks of a segment at least: a launch more takes as long as walking some."""
+
+PROGRAMS = 2
+"""Programs of a walk per multiprocessor up to which its sequence is cut."""
+
+
+def segments(programs: int, chunks: int, processors: int, *, products: bool = False) -> int:
+    """Into how many segments, walked side by side, to cut a sequence of `chunks` that `programs` walk in one piece.
+
+    A segment has ceil(chunks / segments) chunks, the last one the rest: one at least. `products`: joining segments
+    takes a matrix product for each of them, one after the other. Those and the chunks of a segment, chunks / segments,
+    add up: least where both are alike.
+    """
+    wanted = min(PROGRAMS * processors // programs, chunks // LEAST_CHUNKS)
+    wanted = min(wanted, math.isqrt(chunks)) if products else wanted
+    return int(triton.cdiv(chunks, triton.cdiv(chunks, max(1, wanted))))
+
+
 # Sizes that vary from call to call, or say nothing about alignment: a kernel is not compiled anew for their values.
-VARYING = ["B", "T", "N", "first", "chunks", "Hk", "Hv", "R", "P"]
+VARYING = ["B", "T", "N", "first", "chunks", "segments", "Hk", "Hv", "R", "P"]
+
+
+MOST_KINDS = 1024
+"""Kinds of arguments that a kernel remembers; then it begins anew, as lengths may differ with every call."""
 
 
 def kernel(function: Any) -> Any:
-    """triton.jit without compiling anew for other values of the sizes in `VARYING`."""
+    """triton.jit without compiling anew for other values of the sizes in `VARYING`, and with cheaper launches."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return triton.jit(function, do_not_specialize=[name for name in VARYING if name in names])
+    options = {"do_not_specialize": [name for name in VARYING if name in names]}
+    return triton.jit(function, **options) if interpreting() else Kernel(function, **options)
+
+
+class Kernel(triton.JITFunction):  # type: ignore[misc]
+    """A kernel that remembers what it launched for arguments of a kind, and launches that without looking it up.
+
+    Triton's own launch looks at the environment, makes a string of all options and binds every argument anew. Arguments
+    are of one kind where types, dtypes, integers, constants and what addresses are modulo 16 are the same: Triton
+    compiles the same code for them.
+    """
+
+    def __init__(self, function: Any, **options: Any) -> None:
+        super().__init__(function, **options)
+        self.places: dict[tuple[type, ...], tuple[Any, Any]] = {}
+        self.remembered: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return functools.partial(self.launch, grid)
+
+    def launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        """Run on the current device: all arguments by position, all constants by name."""
+        types = tuple(map(type, args))
+        places = self.places.get(types)
+        if places is None:
+            places = self.places[types] = (_getter(types, Tensor), _getter(types, int))
+        tensors, integers = places[0](args), places[1](args)
+        kind = [(x.dtype, x.data_ptr() % 16) for x in tensors]
+        key = (types, integers, *kind, *constants.items(), torch.cuda.current_device())
+        found = self.remembered.get(key)
+        if found is not None:
+            compiled, values = found
+            compiled[(*grid, 1, 1)[:3]](*args, *values)
+            return
+        if len(self.remembered) >= MOST_KINDS:
+            self.remembered.clear()
+        compiled = self.run(*args, grid=grid, warmup=False, **constants)
+        rest = [self.signature.parameters[name] for name in self.arg_names[len(args) :]]
+        self.remembered[key] = (compiled, tuple(constants.get(one.name, one.default) for one in rest))
+
+
+def _getter(types: tuple[type, ...], kind: type) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """What picks the arguments of `kind` out of arguments of these types."""
+    places = [index for index, found in enumerate(types) if issubclass(found, kind)]
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda args: tuple(args[place] for place in places)
 
 
 @triton.jit
@@ -101,4 +185,5 @@ def suffix_sum(x):
 
 def on_device(x: Tensor) -> Any:
     """Triton launches on the current device, which need not be the one of `x`: a context that makes it so."""
-    return torch.cuda.device(x.device if x.is_cuda else -1)
+    here = not x.is_cuda or x.get_device() == torch.cuda.current_device()
+    return contextlib.nullcontext() if here else torch.cuda.device(x.device)

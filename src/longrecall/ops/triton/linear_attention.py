@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 
 from longrecall.ops.chunked_linear import STRONGEST_DECAY
+from longrecall.ops.triton import launch
 from longrecall.ops.triton import linear_backward as backward_kernels
 from longrecall.ops.triton import linear_forward as forward_kernels
 from longrecall.ops.triton.launch import Arithmetic, arithmetic, block, product_block, unsupported
@@ -233,11 +234,19 @@ def _states(
     states = k.new_empty(plan.batch, count, plan.state_shape[1], dtype=plan.numbers.dtype)
     final = k.new_empty(plan.state_shape, dtype=torch.float32)
     keys, values = _key_block(plan), _value_block(plan, 128)
-    grid = (plan.batch * plan.pairs, triton.cdiv(plan.key_width, keys), triton.cdiv(plan.value_width, values))
-    forward_kernels.states_kernel[grid](
-        k, v, k if decays is None else decays, start, states, final,
-        plan.length, plan.chunks, first, count, *plan.heads(), **plan.state_constants(keys, values), num_warps=4,
-    )  # fmt: skip
+    blocks = (triton.cdiv(plan.key_width, keys), triton.cdiv(plan.value_width, values))
+    owners = plan.batch * plan.pairs
+    segments = launch.segments(owners * blocks[0] * blocks[1], count, launch.processors(k))
+    sizes = (plan.length, plan.chunks, first, count, segments, *plan.heads())
+    constants = {**plan.state_constants(keys, values), "num_warps": 4}
+    G, kept, ends = k if decays is None else decays, start, start
+    if segments > 1:
+        kept = final.new_empty(plan.batch, segments - 1, plan.pairs, plan.key_width)
+        ends = final.new_empty(plan.batch, segments - 1, plan.state_shape[1])
+        forward_kernels.ends_kernel[(owners * (segments - 1), *blocks)](k, v, G, kept, ends, *sizes, **constants)
+    forward_kernels.states_kernel[(owners * segments, *blocks)](
+        k, v, G, start, kept, ends, states, final, *sizes, **constants
+    )
     return states, final
 
 

@@ -133,37 +133,91 @@ def channel_scores_kernel(
     tl.store(A + place_out, total.to(A.dtype.element_ty))
 
 
+@triton.jit
+def _after_chunk(
+    S, k, v, G, at, b, hk, hv, dh, kk, vv, T, N, Hk, Hv, K, V, W, C: tl.constexpr, MODE: tl.constexpr,
+    DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The tile (kk, vv) of a state after the chunk at row `at`, from the one before it."""
+    rows = at + tl.arange(0, C)
+    here = (rows < T)[:, None]
+    there = here & (kk < K)[None, :]
+    keys = tl.load(k + ((b * T + rows[:, None]) * Hk + hk) * K + kk[None, :], mask=there, other=0.0)
+    there = here & (vv < V)[None, :]
+    values = tl.load(v + ((b * T + rows[:, None]) * Hv + hv) * V + vv[None, :], mask=there, other=0.0)
+    if MODE > 0:
+        g, total = chunk_decay(G + b * N * C * W, hk, dh, at, kk, kk < K, K, W, C, MODE)
+        S *= tl.trans(tl.exp(total))
+        keys = keys.to(tl.float32) * tl.exp(total - g)
+    return product(tl.trans(keys), values, S, DOT, UPCAST, PRECISION)
+
+
 @kernel
-def states_kernel(
-    k, v, G, start, states, final, T, N, first, chunks, Hk, Hv, R, P, K, V, W,
+def ends_kernel(
+    k, v, G, kept, ends, T, N, first, chunks, segments, Hk, Hv, R, P, K, V, W,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr, MERGED: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state before each of `chunks` chunks from chunk `first` on, and after the last; S stays in registers."""
+    """What each segment but the last makes of a state before it: `kept` * state + `ends`; the rest as `states_kernel`.
+
+    `kept` ``[B, segments - 1, P, K]``, `ends` ``[B, segments - 1, P, K, V]``, both float32.
+    """
     place = tl.program_id(0).to(tl.int64)
-    b = place // P
-    hk, hv, dh = pair_heads(place % P, Hv, R, MERGED)
+    segment, state = (place % (segments - 1)).to(tl.int32), place // (segments - 1)
+    b = state // P
+    hk, hv, dh = pair_heads(state % P, Hv, R, MERGED)
+    kk = tl.program_id(1) * BK + tl.arange(0, BK)
+    vv = tl.program_id(2) * BV + tl.arange(0, BV)
+    per = (chunks + segments - 1) // segments
+    S = tl.zeros([BK, BV], tl.float32)
+    log_kept = tl.zeros([BK], tl.float32)
+    for i in range(segment * per, (segment + 1) * per):
+        at = (first + i) * C
+        S = _after_chunk(S, k, v, G, at, b, hk, hv, dh, kk, vv, T, N, Hk, Hv, K, V, W, C, MODE, DOT, UPCAST, PRECISION)
+        last = G + b * N * C * W + (at + C - 1) * W
+        if MODE == 2:
+            log_kept += tl.load(last + hk * K + kk, mask=kk < K, other=0.0)
+        if MODE == 1:
+            log_kept += tl.load(last + dh)
+    segment += b * (segments - 1)
+    tile = state_offsets(hk, hv, kk, vv, K, V, Hv, MERGED)
+    tl.store(ends + segment * P * K * V + tile, S, mask=(kk < K)[:, None] & (vv < V)[None, :])
+    once = kk < tl.where(tl.program_id(2) == 0, K, 0)
+    tl.store(kept + (segment * P + state % P) * K + kk, tl.exp(log_kept), mask=once)
+
+
+@kernel
+def states_kernel(
+    k, v, G, start, kept, ends, states, final, T, N, first, chunks, segments, Hk, Hv, R, P, K, V, W,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr, MERGED: tl.constexpr,
+    DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state before each of `chunks` chunks from chunk `first` on, and after the last; S stays in registers.
+
+    A program walks one segment of them; what went before it is put together from `kept` and `ends`.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    segment, state = (place % segments).to(tl.int32), place // segments
+    b = state // P
+    hk, hv, dh = pair_heads(state % P, Hv, R, MERGED)
     kk = tl.program_id(1) * BK + tl.arange(0, BK)
     vv = tl.program_id(2) * BV + tl.arange(0, BV)
     tile = state_offsets(hk, hv, kk, vv, K, V, Hv, MERGED)
     inside = (kk < K)[:, None] & (vv < V)[None, :]
     size = P * K * V
+    per = (chunks + segments - 1) // segments
     S = tl.load(start + b * size + tile, mask=inside, other=0.0)
-    for i in range(chunks):
+    for j in range(segment):
+        before = b * (segments - 1) + j
+        factor = tl.load(kept + (before * P + state % P) * K + kk, mask=kk < K, other=0.0)
+        S = S * factor[:, None] + tl.load(ends + before * size + tile, mask=inside, other=0.0)
+    for i in range(segment * per, tl.minimum((segment + 1) * per, chunks)):
         tl.store(states + (b * chunks + i) * size + tile, S.to(states.dtype.element_ty), mask=inside)
-        at = (first + i) * C
-        rows = at + tl.arange(0, C)
-        here = (rows < T)[:, None]
-        there = here & (kk < K)[None, :]
-        keys = tl.load(k + ((b * T + rows[:, None]) * Hk + hk) * K + kk[None, :], mask=there, other=0.0)
-        there = here & (vv < V)[None, :]
-        values = tl.load(v + ((b * T + rows[:, None]) * Hv + hv) * V + vv[None, :], mask=there, other=0.0)
-        if MODE > 0:
-            g, total = chunk_decay(G + b * N * C * W, hk, dh, at, kk, kk < K, K, W, C, MODE)
-            S *= tl.trans(tl.exp(total))
-            keys = keys.to(tl.float32) * tl.exp(total - g)
-        S = product(tl.trans(keys), values, S, DOT, UPCAST, PRECISION)
-    tl.store(final + b * size + tile, S, mask=inside)
+        S = _after_chunk(
+            S, k, v, G, (first + i) * C, b, hk, hv, dh, kk, vv, T, N, Hk, Hv, K, V, W, C, MODE, DOT, UPCAST, PRECISION
+        )
+    ends_here = (kk < tl.where(segment == segments - 1, K, 0))[:, None]
+    tl.store(final + b * size + tile, S, mask=inside & ends_here)
 
 
 @triton.jit

@@ -62,6 +62,40 @@ def best_chunks(queries: Tensor, vectors: Tensor, finished: Tensor, count: int) 
     return chunks, scores
 
 
+def choose_chunks(
+    queries: Tensor,
+    vectors: Tensor,
+    temperature: Tensor,
+    chunk: int,
+    candidates: int,
+    count: int,
+    begun: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The choice for a text that is read without gradients: token t of it has t // chunk chunks before it.
+
+    `queries` ``[B, T, E]`` of any norm, `vectors` ``[B, N, E]`` of norm 1, `temperature` ``[1]`` (its logarithm).
+    `begun` int64 ``[1]``: tokens of the text before these; None = 0. Vectors of chunks yet to end do not count.
+    Returns numbers int64 ``[B, T, C]`` of the `count` best chunks, the best first and -1 = none, their logits, and the
+    share ``[B, T]`` of those among the best `candidates` (`Retrieval` has the formula), both float32.
+    """
+    queries, vectors = queries.contiguous(), vectors.contiguous()
+    (rows, length, width), whole = queries.shape, vectors.shape[1]
+    candidates = min(candidates, whole)
+    count = min(count, candidates)
+    chosen = torch.empty((rows, length, count), device=queries.device, dtype=torch.long)
+    weights = torch.empty((rows, length, count), device=queries.device, dtype=torch.float32)
+    share = torch.empty((rows, length), device=queries.device, dtype=torch.float32)
+    BQ, BN, warps = _choice_blocks(length, width, queries.dtype)
+    with on_device(queries):
+        forward_kernels.choose_chunks_kernel[(triton.cdiv(length, BQ), rows)](
+            queries, vectors, temperature, queries if begun is None else begun, chosen, weights, share, length, whole,
+            E=width, U=chunk, C=candidates, TOP=count, GIVEN=begun is not None, BQ=BQ, BN=BN,
+            BE=product_block(width, WIDEST_VECTOR, queries.dtype), BC=triton.next_power_of_2(candidates),
+            num_warps=warps, **_numbers(queries.dtype),
+        )  # fmt: skip
+    return chosen, weights, share
+
+
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, chunks: Tensor, weights: Tensor | None, chunk: int, scale: float
 ) -> Tensor:

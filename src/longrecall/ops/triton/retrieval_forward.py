@@ -11,21 +11,13 @@ import triton.language as tl
 from longrecall.ops.triton.launch import kernel, product
 
 
-@kernel
-def best_chunks_kernel(
-    queries, vectors, finished, chosen, scores, T, N,
-    E: tl.constexpr, C: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
+@triton.jit
+def _best(
+    query, vectors, b, ended, slot, n, e, N,
+    E: tl.constexpr, C: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The C chunks of largest product with each query among the first `finished` ``[B, T]``, -1 where there are fewer.
-
-    `queries` ``[B, T, E]``, `vectors` ``[B, N, E]``. The running best stay on chip; of equal scores the earlier chunk.
-    """
-    b = tl.program_id(1).to(tl.int64)
-    t, e, slot, n = tl.program_id(0) * BQ + tl.arange(0, BQ), tl.arange(0, BE), tl.arange(0, BC), tl.arange(0, BN)
-    row, inside = b * T + t, t < T
-    query = tl.load(queries + row[:, None] * E + e[None, :], mask=inside[:, None] & (e < E)[None, :], other=0.0)
-    ended = tl.minimum(tl.load(finished + row, mask=inside, other=0), N).to(tl.int32)
+    """Products and numbers of the C best of the first `ended` chunks, in no order; -1 where there are fewer."""
     # Slots past C are never the worst one, so nothing is put there.
     best = tl.where(slot[None, :] < C, float("-inf"), float("inf")) + tl.zeros([BQ, BC], tl.float32)
     index = tl.full([BQ, BC], -1, tl.int32)
@@ -44,10 +36,69 @@ def best_chunks_kernel(
             best = tl.where(replaced, top[:, None], best)
             index = tl.where(replaced, at[:, None], index)
             found = tl.where(number[None, :] == at[:, None], float("-inf"), found)
+    return best, index
+
+
+@kernel
+def best_chunks_kernel(
+    queries, vectors, finished, chosen, scores, T, N,
+    E: tl.constexpr, C: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
+    DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The C chunks of largest product with each query among the first `finished` ``[B, T]``, -1 where there are fewer.
+
+    `queries` ``[B, T, E]``, `vectors` ``[B, N, E]``. The running best stay on chip; of equal scores the earlier chunk.
+    """
+    b = tl.program_id(1).to(tl.int64)
+    t, e, slot, n = tl.program_id(0) * BQ + tl.arange(0, BQ), tl.arange(0, BE), tl.arange(0, BC), tl.arange(0, BN)
+    row, inside = b * T + t, t < T
+    query = tl.load(queries + row[:, None] * E + e[None, :], mask=inside[:, None] & (e < E)[None, :], other=0.0)
+    ended = tl.minimum(tl.load(finished + row, mask=inside, other=0), N).to(tl.int32)
+    best, index = _best(query, vectors, b, ended, slot, n, e, N, E, C, BQ, BN, BC, DOT, UPCAST, PRECISION)
     stored = inside[:, None] & (slot < C)[None, :]
     place = row[:, None] * C + slot[None, :]
     tl.store(chosen + place, index.to(tl.int64), mask=stored)
     tl.store(scores + place, tl.where(index < 0, 0.0, best), mask=stored)
+
+
+@kernel
+def choose_chunks_kernel(
+    queries, vectors, temperature, begun, chosen, weights, share, T, N,
+    E: tl.constexpr, U: tl.constexpr, C: tl.constexpr, TOP: tl.constexpr, GIVEN: tl.constexpr,
+    BQ: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
+    DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Choice, logits and share of a text: token t of it may read its first t // U chunks.
+
+    `queries` ``[B, T, E]`` of any norm are those of the text from its first token on or, if GIVEN, from token `begun`
+    ``[1]`` on. Of the C best chunks the TOP best are `chosen` ``[B, T, TOP]``, the best first;
+    `weights` are their cosines times exp(temperature), `share` ``[B, T]`` their part of the sum over all C.
+    """
+    b = tl.program_id(1).to(tl.int64)
+    t, e, slot, n = tl.program_id(0) * BQ + tl.arange(0, BQ), tl.arange(0, BE), tl.arange(0, BC), tl.arange(0, BN)
+    row, inside = b * T + t, t < T
+    query = tl.load(queries + row[:, None] * E + e[None, :], mask=inside[:, None] & (e < E)[None, :], other=0.0)
+    earlier = 0
+    if GIVEN:
+        earlier = tl.load(begun).to(tl.int32)
+    ended = tl.where(inside, tl.minimum((earlier + t) // U, N), 0)
+    best, index = _best(query, vectors, b, ended, slot, n, e, N, E, C, BQ, BN, BC, DOT, UPCAST, PRECISION)
+    wide = query.to(tl.float32)
+    norm = tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-12)
+    factor = tl.exp(tl.load(temperature).to(tl.float32)) / norm
+    found = tl.where(index >= 0, best, float("-inf"))
+    ahead = found[:, None, :] > found[:, :, None]
+    ahead = ahead | ((found[:, None, :] == found[:, :, None]) & (slot[None, None, :] < slot[None, :, None]))
+    rank = tl.sum(ahead.to(tl.int32), 2)
+    logits = tl.where(index >= 0, best, 0.0) * factor[:, None]
+    largest = tl.max(tl.where(index >= 0, logits, float("-inf")), 1)
+    part = tl.where(index >= 0, tl.exp(logits - tl.where(ended > 0, largest, 0.0)[:, None]), 0.0)
+    taken = tl.sum(tl.where(rank < TOP, part, 0.0), 1) / tl.maximum(tl.sum(part, 1), 1e-30)
+    stored = inside[:, None] & (rank < TOP)
+    place = row[:, None] * TOP + rank
+    tl.store(chosen + place, index.to(tl.int64), mask=stored)
+    tl.store(weights + place, logits, mask=stored)
+    tl.store(share + row, taken, mask=inside)
 
 
 @triton.jit

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longrecall.ops.triton.launch import kernel
+
 MOST_PARTS = 6
 _ROWS, _COLUMNS = 8, 512
 """Weight rows of one program, and how much of them it reads at once."""
@@ -27,7 +29,7 @@ def _normed_scale(x, size, eps, BD: tl.constexpr):
 
 
 @triton.jit
-def _product(x, norm, scale, w, n, count, size, NORM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+def small_product(x, norm, scale, w, n, count, size, NORM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
     """Rows `n` of w ``[count, size]`` times x ``[size]``, which is normed first if asked for."""
     columns = tl.arange(0, BD)
     total = tl.zeros([BN, BD], tl.float32)
@@ -45,11 +47,11 @@ def _product(x, norm, scale, w, n, count, size, NORM: tl.constexpr, BN: tl.const
 @triton.jit
 def _project_part(x, norm, scale, w, count, block, out, size, BN: tl.constexpr, BD: tl.constexpr):
     n = block * BN + tl.arange(0, BN)
-    y = _product(x, norm, scale, w, n, count, size, True, BN, BD)
+    y = small_product(x, norm, scale, w, n, count, size, True, BN, BD)
     tl.store(out + n, y.to(out.dtype.element_ty), mask=n < count)
 
 
-@triton.jit
+@kernel
 def _project_kernel(
     x, norm, w0, w1, w2, w3, w4, w5, n0, n1, n2, n3, n4, n5, out, size, total, eps,
     PARTS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
@@ -105,15 +107,15 @@ def norm_and_project(stream: Tensor, norm: Tensor, eps: float, weights: list[Ten
     return outs
 
 
-@triton.jit
+@kernel
 def _gate_up_kernel(x, norm, gate, up, out, size, count, eps, BN: tl.constexpr, BD: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     x += row * size
     scale = _normed_scale(x, size, eps, BD)
     kind = out.dtype.element_ty
-    g = _product(x, norm, scale, gate, n, count, size, True, BN, BD).to(kind).to(tl.float32)
-    u = _product(x, norm, scale, up, n, count, size, True, BN, BD).to(kind).to(tl.float32)
+    g = small_product(x, norm, scale, gate, n, count, size, True, BN, BD).to(kind).to(tl.float32)
+    u = small_product(x, norm, scale, up, n, count, size, True, BN, BD).to(kind).to(tl.float32)
     activated = (g / (1.0 + tl.exp(-g))).to(kind).to(tl.float32)
     tl.store(out + row * count + n, (activated * u).to(kind), mask=n < count)
 
@@ -128,11 +130,11 @@ def norm_and_gate_up(stream: Tensor, norm: Tensor, eps: float, gate: Tensor, up:
     return out
 
 
-@triton.jit
+@kernel
 def _add_product_kernel(x, x_row, w, stream, size, count, BN: tl.constexpr, BD: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    y = _product(x + row * x_row, x, 1.0, w, n, count, size, False, BN, BD).to(w.dtype.element_ty).to(tl.float32)
+    y = small_product(x + row * x_row, x, 1.0, w, n, count, size, False, BN, BD).to(w.dtype.element_ty).to(tl.float32)
     place = stream + row * count + n
     before = tl.load(place, mask=n < count, other=0.0)
     tl.store(place, (before.to(tl.float32) + y).to(before.dtype), mask=n < count)

@@ -1,0 +1,149 @@
+"""What the experiments that train models from nothing share: steps from a zero state, a time budget, the corpus."""
+
+from __future__ import annotations
+
+import lzma
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from engine import Plan, Run, train
+from mixture import END, FORM_FEED
+from torch import Tensor, nn
+
+import longrecall
+from longrecall.models.config import RecurrentConfig
+from longrecall.models.recurrent_lm import RecurrentLM
+
+Batch = tuple[Tensor, Tensor]
+SETTLING, TIMED, RECENT, SAID = 30, 60, 5, 8
+"""Steps before the clock of `budgeted` starts; steps that it times at once; how many such times count, are said."""
+
+
+class FreshRun(Run):
+    """A `Run` whose rows all start from the zero state, which is then not even passed in."""
+
+    def _step(self) -> None:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, cache_enabled=False, enabled=self.on_gpu):
+            out = self.model(self.ids, labels=self.labels, use_cache=False)
+        self.loss.copy_(out.loss.detach())
+        out.loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def build(description: dict[str, Any], length: int, seed: int, device: str) -> RecurrentLM:
+    """A model of bytes (256 the end, 257 the padding) with the weights of `seed`."""
+    torch.manual_seed(seed)
+    config = RecurrentConfig(context_length=length, bos_token_id=256, eos_token_id=256, pad_token_id=257, **description)
+    return RecurrentLM(config).to(device)
+
+
+def start(models: dict[str, Callable[[], RecurrentLM]], plans: dict[str, Plan], ids: Tensor, labels: Tensor) -> list:
+    """Record a training step of every model; one that cannot be built or recorded is reported and left out."""
+    runs = []
+    for name, make in models.items():
+        began = time.time()
+        try:
+            runs.append(FreshRun(make(), plans[name], 1, ids, labels))
+        except Exception as error:
+            print(f"{name}: left out, {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        print(f"{name}: recorded in {time.time() - began:.1f} s, {memory():.1f} GiB taken so far", flush=True)
+    return runs
+
+
+def memory() -> float:
+    """GiB of the GPU that all processes hold; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def budgeted(
+    runs: list[Run],
+    steps: int,
+    seconds: float,
+    next_batch: Callable[[int], Batch],
+    on_step: Callable[[int], None] = lambda step: None,
+) -> dict[str, Any]:
+    """Train all runs for `steps` steps, or for as many as fit into `seconds`; schedules end with the last one.
+
+    How many fit is estimated anew every `TIMED` steps from the speed of the last ones, as other programs on the same
+    GPU come and go; the schedules follow. The first estimate falls into the warm-up of a `Plan`, whose rates do not
+    depend on the number of steps. Returns the steps made, the seconds they took, the seconds of one of the last steps
+    and ``plans``: [steps made, steps planned then].
+    """
+    ids, labels = runs[0].ids, runs[0].labels
+    began, done, planned, step_seconds = time.time(), 0, steps, 0.0
+    recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
+    plans: list[list[int]] = []
+    set_steps(runs, planned)
+    while done < planned:
+        stop = min(planned, done + (TIMED if done else SETTLING))
+        clock = time.time()
+        train(runs, stop, next_batch, ids, labels, on_step, first=done)
+        if done:
+            recent.append((stop - done, time.time() - clock))
+            step_seconds = sum(spent for _, spent in recent) / sum(made for made, _ in recent)
+            planned = min(steps, stop + max(0, int((seconds - (time.time() - began)) / step_seconds)))
+            set_steps(runs, planned)
+            plans.append([stop, planned])
+            if len(plans) % SAID == 1:
+                print(f"{step_seconds * 1e3:.1f} ms a step: {stop} of {planned} steps", flush=True)
+        done = stop
+    return {"steps": done, "seconds": time.time() - began, "step_seconds": step_seconds, "plans": plans}
+
+
+def set_steps(runs: list[Run], steps: int) -> None:
+    """Let the learning rates of all runs reach zero after `steps` steps."""
+    for run in runs:
+        run.steps = steps
+
+
+def tokens_of(path: Path, most: int) -> np.ndarray:
+    """The first `most` bytes of a text (``.xz`` or plain) as tokens, int16 ``[T]``; form feeds are the end token."""
+    with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
+        text = np.frombuffer(file.read(most), np.uint8).astype(np.int16)
+    return np.where(text == FORM_FEED, END, text).astype(np.int16)
+
+
+def crops(tokens: np.ndarray, g: np.random.Generator, rows: int, length: int) -> np.ndarray:
+    """Random excerpts of `tokens`: int64 ``[rows, length]``."""
+    at = g.integers(0, len(tokens) - length, size=(rows, 1))
+    return tokens[at + np.arange(length)].astype(np.int64)
+
+
+def moved(arrays: tuple[np.ndarray, np.ndarray], device: str) -> Batch:
+    """ids and labels on `device`; the copies do not make the CPU wait."""
+    tensors = [torch.from_numpy(array) for array in arrays]
+    if device == "cuda":
+        tensors = [tensor.pin_memory() for tensor in tensors]
+    ids, labels = (tensor.to(device, non_blocking=True) for tensor in tensors)
+    return ids, labels
+
+
+def provenance(settings: dict[str, Any]) -> dict[str, Any]:
+    """When, on what and with what; `settings` without paths."""
+    triton = None
+    if torch.cuda.is_available():
+        import triton as installed
+
+        triton = installed.__version__
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "longrecall": longrecall.__version__,
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "torch": torch.__version__,
+        "triton": triton,
+        "transformers": transformers.__version__,
+        "settings": {key: value for key, value in settings.items() if not isinstance(value, Path)},
+    }

@@ -1,0 +1,48 @@
+"""Several linear layers of one input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from longrecall.layers.norm import RMSNorm, operand_dtype
+from longrecall.ops.normalisation import Gate, gated_norm_projection
+from longrecall.ops.projections import project_together
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is nothing but a product with its weight, which may then be taken without calling the layer.
+
+    What stands in the place of one (an adapter, a quantised one, one with hooks) is called as it wants to be.
+    """
+    return type(layer) is nn.Linear and layer.bias is None and not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def project(x: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """x ``[..., d]`` through each of the layers, by name; on a GPU with one gradient for all of them."""
+    together = (
+        x.is_cuda
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and all(is_plain(layer) for layer in layers.values())
+    )
+    if not together:
+        return {name: layer(x) for name, layer in layers.items()}
+    # Autocast would round x for every layer anew, and each would keep its own copy.
+    dtype = operand_dtype(x)
+    weights = [layer.get_parameter("weight").to(dtype) for layer in layers.values()]
+    with torch.autocast(x.device.type, enabled=False):
+        return dict(zip(layers, project_together(x.to(dtype), weights), strict=True))
+
+
+def project_gated(
+    x: Tensor, norm: RMSNorm, gate: Tensor, layer: nn.Module, dtype: torch.dtype, kind: Gate = "silu"
+) -> Tensor:
+    """The gated norm of x, in `dtype`, through a layer: x of B * T * n numbers, gate ``[B, T, n]`` -> ``[B, T, d]``."""
+    if is_plain(layer):
+        matrix = layer.get_parameter("weight")
+        return gated_norm_projection(x, gate, norm.weight, matrix, norm.eps, kind=kind, groups=norm.groups, dtype=dtype)
+    projected: Tensor = layer(norm.gated(x, gate, dtype, kind).reshape(gate.shape))
+    return projected

@@ -1,0 +1,69 @@
+"""Recording work as a CUDA graph, and how layers know that their shapes may not depend on values meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from longrecall.ops import peers
+
+_fixed: ContextVar[bool] = ContextVar("fixed_shapes", default=False)
+
+
+@contextlib.contextmanager
+def fixed_shapes() -> Iterator[None]:
+    """Inside, no layer reads values back to choose a length, as none can while a graph is recorded."""
+    token = _fixed.set(True)
+    try:
+        # What the eager runs before a recording take is what gets recorded: our own kernels.
+        with peers.left_out():
+            yield
+    finally:
+        _fixed.reset(token)
+
+
+def shapes_are_fixed(device: torch.device) -> bool:
+    """Whether lengths must not depend on values: inside `fixed_shapes`, torch.compile or anybody's recording."""
+    if torch.compiler.is_compiling() or _fixed.get():
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all recordings: libraries keep a workspace for every stream that they have worked on."""
+    return torch.cuda.Stream(device)
+
+
+def record(
+    work: Callable[[], Any],
+    warmups: int,
+    stream: torch.cuda.Stream,
+    *,
+    pool: Any = None,
+    generators: Sequence[torch.Generator] = (),
+) -> torch.cuda.CUDAGraph:
+    """Return `work` as a graph, recorded on `stream` after so many eager runs there.
+
+    The eager runs take the same path as the recording, so that kernels are compiled and workspaces allocated in them.
+
+    Args:
+        work: without anything that waits for the GPU.
+        pool: memory of another graph to share.
+        generators: whose numbers `work` draws.
+    """
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    with fixed_shapes(), torch.cuda.stream(stream):
+        for _ in range(warmups):
+            work()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            work()
+    return graph

@@ -1,0 +1,72 @@
+"""Reading a text with retrieval, whole or in segments that follow, without gradients: a layer in a dozen launches.
+
+A prompt of a few thousand tokens is launched more slowly than a GPU reads it; in plain torch most of a retrieval
+layer's launches are small steps between the products.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrecall.layers.tokens import TokenContext
+from longrecall.ops.retrieval import selected_attention
+from longrecall.ops.triton import backend as triton
+
+if TYPE_CHECKING:
+    from longrecall.layers.retrieval import Retrieval
+    from longrecall.layers.retrieval_room import Kept
+
+
+def declines(mixer: Retrieval, x: Tensor, context: TokenContext, mask: Tensor | None) -> str | None:
+    """Why x ``[B, T, d]`` is not read by `read` but in plain torch, in words; None = it is."""
+    config, like = mixer.config, mixer.k_proj.weight
+    # In a room the last tokens may be padding, which nobody reads.
+    padded = mask is not None and context.room is None
+    if torch.is_grad_enabled() or padded or context.embedded is None or mixer.temperature is None:
+        return "gradients, padding, earlier tokens or a hard selector"
+    if not x.is_cuda or torch.is_autocast_enabled(x.device.type) or x.dtype != like.dtype:
+        return "not on a GPU, or mixed dtypes"
+    if os.environ.get("LONGRECALL_BACKEND") not in (None, "", "triton"):
+        return "another backend was asked for"
+    q, queries = x.new_empty((0, 1, config.num_heads, config.head_dim)), x.new_empty((0, 1, config.encoder_dim))
+    chosen = x.new_empty((0, config.candidates))
+    found = triton.declines("best_chunks", {"queries": queries, "chosen": chosen})
+    return found or triton.declines("selected_attention", {"q": q, "k": q[:, :, : config.kv_heads], "v": q})
+
+
+def read(
+    mixer: Retrieval, x: Tensor, y: Tensor, vectors: Tensor, context: TokenContext, kept: Kept | None = None
+) -> Tensor:
+    """x and the mixer's output y ``[B, T, d]``, chunk vectors ``[B, N, E]``, N >= 1 -> the layer's output.
+
+    `kept`: all that the context's room keeps for the layer, where there is one.
+    """
+    from longrecall.ops.triton.retrieval import choose_chunks
+    from longrecall.ops.triton.retrieval_decoding import blend
+
+    config, own, room = mixer.config, mixer.blend, context.room
+    assert mixer.temperature is not None and context.embedded is not None
+    # Of any norm: the kernel divides the scores by it.
+    queries = F.linear(x, mixer.query_encoder.weight)
+    chosen, weights, share = choose_chunks(
+        queries, vectors, mixer.temperature, config.chunk, config.candidates, config.top_k,
+        None if room is None else room.positions[0, :1],
+    )  # fmt: skip
+    heads = (-1, config.head_dim)
+    if kept is None:
+        keys, values = (proj(context.embedded).unflatten(-1, heads) for proj in (mixer.k_proj, mixer.v_proj))
+    else:
+        keys, values = kept.keys, kept.values
+    q = mixer.q_proj(x).unflatten(-1, heads)
+    found = selected_attention(q, keys, values, chosen, weights, config.chunk, backend="triton")
+    found = mixer.o_proj(found.flatten(-2))
+    part = None if own is None or own.weight is None else F.linear(x, own.weight).flatten(0, 1)
+    bias = None if own is None else own.bias
+    lines = (y.flatten(0, 1).contiguous(), found.flatten(0, 1), share.flatten())
+    positions = x.shape[1] if room is None else room.positions.flatten()
+    return blend(*lines, positions, config.chunk, config.alpha, bias, part).view_as(y)

@@ -1,0 +1,272 @@
+"""Recall by state size: rows with needles, the models, the recall lengths, and the tables made from a small run."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDLE = re.compile(rb"@([a-z]{2}):([0-9a-f-]+)\n")
+QUESTION = re.compile(rb"\?([a-z]{2}):([0-9a-f-]+)\n")
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Any:
+    """The folder of the scripts is on the path while they run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "experiments"))
+        import needle_rows
+        import report_state_recall
+        import state_recall
+
+        yield needle_rows, state_recall, report_state_recall
+
+
+@pytest.fixture(scope="module")
+def rows(scripts: Any) -> ModuleType:
+    return scripts[0]
+
+
+@pytest.fixture(scope="module")
+def study(scripts: Any) -> ModuleType:
+    return scripts[1]
+
+
+@pytest.fixture(scope="module")
+def report(scripts: Any) -> ModuleType:
+    return scripts[2]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = (ROOT / "src" / "longrecall" / "assets" / "text" / "held_out.txt").read_bytes()[:40_000]
+    path = tmp_path_factory.mktemp("corpus") / "books.txt"
+    path.write_bytes(text)
+    return path
+
+
+def text_of(ids: np.ndarray) -> bytes:
+    return bytes(int(token) for token in ids if token < 256)
+
+
+def check_answers(ids: np.ndarray, labels: np.ndarray) -> int:
+    """What is labelled are the answers, and each is what its needle says; returns the whole questions."""
+    text = text_of(ids)
+    known = dict(NEEDLE.findall(text))
+    assert len(known) == len(NEEDLE.findall(text))
+    found = QUESTION.findall(text)
+    assert all(known[key] == value for key, value in found)
+    labelled = bytes(int(label) for label in labels if label >= 0)
+    assert labelled.startswith(b"".join(value for _, value in found))
+    at = np.flatnonzero(labels >= 0)
+    assert (labels[at] == ids[at]).all()
+    return len(found)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from(["number", "uuid"]), st.integers(1, 36), st.lists(st.integers(1, 20), min_size=1), st.integers(0, 9)
+)
+def test_rows_of_needles_answer_themselves(
+    rows: ModuleType, kind: str, width: int, counts: list[int], seed: int
+) -> None:
+    width = min(width, rows.WIDTHS[kind])
+    length = 21 * (width + rows.LINE) + seed
+    ids, labels = rows.needle_rows(np.random.default_rng(seed), np.array(counts), kind, width, length)
+    assert ids.shape == labels.shape == (len(counts), length)
+    for count, one, scored in zip(counts, ids, labels, strict=True):
+        assert len(NEEDLE.findall(text_of(one))) == count
+        assert check_answers(one, scored) >= 1
+
+
+def test_uuids_are_uuids(rows: ModuleType) -> None:
+    lines = rows.draw_lines(np.random.default_rng(0), 2, 3, "uuid", 36)
+    form = re.compile(r"@[a-z]{2}:[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\n")
+    assert all(form.fullmatch(text_of(line).decode()) for line in lines.reshape(6, -1))
+
+
+@pytest.mark.parametrize("kind", ["number", "uuid"])
+def test_exams_ask_each_needle_once(rows: ModuleType, kind: str) -> None:
+    ids, labels = rows.needle_exam(np.random.default_rng(1), 4, 6, 3, kind)
+    for one, scored in zip(ids, labels, strict=True):
+        assert one[0] == 256 and check_answers(one, scored) == 3
+        assert len({key for key, _ in QUESTION.findall(text_of(one))}) == 3
+        assert int((scored >= 0).sum()) == 3 * rows.WIDTHS[kind]
+
+
+@pytest.mark.parametrize("kind", ["number", "uuid"])
+def test_needles_in_prose_can_be_anywhere(rows: ModuleType, corpus: Path, kind: str) -> None:
+    tokens = np.frombuffer(corpus.read_bytes(), np.uint8).astype(np.int16)
+    ids, labels = rows.prose_exam(np.random.default_rng(2), tokens, 40, 300, kind)
+    places = []
+    for one, scored in zip(ids, labels, strict=True):
+        assert len(one) == 301 and check_answers(one, scored) == 1
+        assert int((scored >= 0).sum()) == rows.WIDTHS[kind]
+        places.append(text_of(one).index(b"@"))
+    # 40 uniform places: a chance below 1e-5 that the first or the last quarter has none.
+    room = 300 - 2 * (rows.LINE + rows.WIDTHS[kind])
+    assert min(places) < room / 4 and max(places) > room * 3 / 4
+
+
+def test_batches_follow_from_seed_and_step(rows: ModuleType, corpus: Path) -> None:
+    tokens = np.frombuffer(corpus.read_bytes(), np.uint8).astype(np.int16)
+    mixture = rows.Mixture(3, 100, 256, 2, 5, 2, tokens)
+    for step in (0, 7, 40, 99):
+        ids, labels = mixture.batch(step)
+        again = mixture.batch(step)
+        assert ids.shape == labels.shape == (9, 256) and (ids[:, 0] == 256).all() and (labels[:, 0] == -100).all()
+        assert (ids == again[0]).all() and (labels == again[1]).all()
+        assert (ids[:2, 1:] == labels[:2, 1:]).all()
+        assert all(check_answers(*row) >= 1 for row in zip(ids[2:7], labels[2:7], strict=True))
+    assert (mixture.batch(7)[0] != mixture.batch(8)[0]).any()
+    # Short values and few needles come first.
+    early = [NEEDLE.findall(text_of(row)) for row in mixture.batch(0)[0][2:7]]
+    assert max(len(found) for found in early) <= 8 and max(len(v) for f in early for _, v in f) <= 2
+
+
+def test_recall_length_ends_at_the_first_failure(study: ModuleType) -> None:
+    shares = {64: 1.0, 128: 0.75, 192: 0.5, 256: 0.9}
+    points = [{"length": length, "right": 100 * share, "asked": 100} for length, share in shares.items()]
+    assert study.recall_length(points) == {"0.5": 128, "0.6": 128, "0.7": 128, "0.8": 64}
+    assert study.recall_length([{"length": 64, "right": 1, "asked": 2}])["0.5"] == 0
+    points = [{"length": 64, "right": 0, "asked": 2, "characters_right": 9, "characters": 10}]
+    assert study.recall_length(points, "characters_right", "characters")["0.8"] == 64
+
+
+def test_a_model_that_knows_is_right_and_one_that_guesses_is_not(study: ModuleType, rows: ModuleType) -> None:
+    class Oracle(torch.nn.Module):
+        """Says the next token of what it reads, which it gets to see; or always a zero."""
+
+        def __init__(self, knows: bool) -> None:
+            super().__init__()
+            self.anchor, self.knows = torch.nn.Parameter(torch.zeros(1)), knows
+
+        def forward(self, ids: torch.Tensor, past_key_values: Any = None) -> Any:
+            said = ids.roll(-1, 1) if self.knows else torch.full_like(ids, ord("0"))
+            logits = torch.nn.functional.one_hot(said, 258).float()
+            return type("Out", (), {"logits": logits, "past_key_values": None})()
+
+    args = study.arguments(["--study", "trend", "--corpus", "a", "--validation", "b", "--out", "c", "--queries", "64"])
+    for knows, right in ((True, 64), (False, 0)):
+        point = study.needle_point(Oracle(knows), "number", 128, args, 0)
+        assert (point["needles"], point["asked"], point["right"]) == (12, 64, right)
+        assert (point["characters_right"] == 5 * 64) == knows
+
+
+@pytest.mark.parametrize("name", ["trend", "ablation"])
+def test_state_sizes_are_those_of_the_factors(study: ModuleType, name: str) -> None:
+    from longrecall.models.config import RecurrentConfig
+
+    args = study.arguments(["--study", name, "--corpus", "a", "--validation", "b", "--out", "c"])
+    sizes = {key: RecurrentConfig(**how).state_size() for key, how in study.described_models(args).items()}
+    base = args.layers * args.heads * args.head_dim**2
+    if name == "trend":
+        assert sizes == {f"{m}:{e}": e * base for m in ("gated_delta_net", "gla") for e in study.FACTORS} | {
+            "transformer": 0
+        }
+    else:
+        assert sizes == {form: base * (1 if form == "none" else 4) for form in study.FORMS}
+
+
+def test_lines_are_least_squares(report: ModuleType) -> None:
+    g = np.random.default_rng(5)
+    x, noise = np.repeat([1.0, 2.0, 4.0, 8.0], 2), g.normal(size=8)
+    y = 3.0 + 2.0 * x + noise
+    found = report.line(list(x), list(y))
+    (slope, intercept), covariance = np.polyfit(x, y, 1, cov=True)
+    # float64 sums of eight numbers.
+    assert found.slope == pytest.approx(slope, rel=1e-10) and found.intercept == pytest.approx(intercept, rel=1e-10)
+    assert found.half == pytest.approx(2.4469 * math.sqrt(covariance[0, 0]), rel=1e-4)
+    assert found.explained == pytest.approx(np.corrcoef(x, y)[0, 1] ** 2, rel=1e-10)
+    assert report.line([1.0, 1.0], [1.0, 2.0]) is None
+
+
+def test_models_beyond_the_longest_text_are_left_out_of_the_lines(report: ModuleType) -> None:
+    def row(factor: int, length: int) -> dict[str, Any]:
+        points = {"needles:number": [{"length": 64}, {"length": 1024}]}
+        lengths = {"needles:number": {"0.5": length}}
+        sizes = {"state_size": 1000 * factor, "parameters": 1, "seed": 0}
+        return {"model": f"gla:{factor}", "points": points, "recall_length": lengths, **sizes}
+
+    record = {"results": [row(1, 0), row(2, 128), row(4, 256), row(8, 1024)]}
+    straight, power, out = report.fitted(record, "gla", "number", 0.5)
+    assert (straight.points, power.points, out) == (3, 2, 1)
+    assert power.slope == pytest.approx(1.0) and power.half is None
+    assert report.shown(record["results"], "needles:number", 0.5) == "0, 128, 256, ≥ 1024"
+    means = [report.mean_length(record["results"][a : a + 2], "needles:number", 0.5, report.WHOLE) for a in (1, 2)]
+    assert means == ["192", "≥ 640"]
+
+
+def test_a_small_run_gives_tables_and_a_figure(
+    study: ModuleType, report: ModuleType, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    paths = ["--corpus", str(corpus), "--validation", str(corpus)]
+    for name, seed, file in (("trend", 0, "trend_0"), ("trend", 1, "trend_1"), ("ablation", 0, "ablation")):
+        out = str(tmp_path / f"state_recall_{file}.json")
+        study.main(["--tiny", "--study", name, "--seeds", "1", "--first-seed", str(seed), *paths, "--out", out])
+    monkeypatch.setattr(report.pages, "RESULTS", tmp_path)
+    trend, ablation = report.joined(report.TREND), report.joined(report.ABLATION)
+    assert len(trend["results"]) == 2 * (2 * 2 + 1) and len(ablation["results"]) == len(study.FORMS)
+    assert sorted(row["seed"] for row in report.models(trend, "transformer")) == [0, 1]
+    assert trend["runs"][1]["training"]["steps"] == 3 and trend["results"][0]["bytes"] == 3 * 4 * 96
+    assert str(corpus) not in json.dumps(trend)
+    assert all(math.isfinite(loss) for row in trend["results"] for _, loss in row["losses"])
+    made = report.tables()
+    assert "| trend | 1 | 5 | 3 |" in made["runs"] and "| ablation | 0 | 11 | 3 |" in made["runs"]
+    assert "| Gated DeltaNet | 2 | 256 |" in made["recall of numbers"] and "more heads" in made["ablation"]
+    report.draw(tmp_path)
+    assert "Gated DeltaNet, whole values" in (tmp_path / "state_recall.svg").read_text()
+
+
+def test_training_ends_with_its_budget_and_its_schedule(scripts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import from_scratch
+
+    class Clock:
+        now = 0.0
+
+    class Timed:
+        steps, ids, labels = 0, torch.zeros(1), torch.zeros(1)
+
+    run = Timed()
+
+    def train(runs: Any, stop: int, *rest: Any, first: int = 0) -> None:
+        Clock.now += 0.1 * (stop - first)
+
+    monkeypatch.setattr(from_scratch, "train", train)
+    monkeypatch.setattr(from_scratch.time, "time", lambda: Clock.now)
+    batches = lambda step: (run.ids, run.labels)  # noqa: E731
+    found = from_scratch.budgeted([run], 1000, 20.0, batches)
+    # 90 steps tell that 200 take 20 seconds, give or take a rounding.
+    assert found["steps"] == run.steps and 199 <= found["steps"] <= 200
+    assert from_scratch.budgeted([run], 40, 20.0, batches)["steps"] == run.steps == 40
+    assert from_scratch.budgeted([run], 120, 1e9, batches)["steps"] == run.steps == 120
+
+
+def test_a_budget_notices_that_others_share_the_machine(scripts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import from_scratch
+
+    now = [0.0]
+    run = SimpleNamespace(steps=0, ids=torch.zeros(1), labels=torch.zeros(1))
+
+    def train(runs: Any, stop: int, *rest: Any, first: int = 0) -> None:
+        # Another program comes after 60 seconds: a step takes three times as long.
+        now[0] += (0.1 if now[0] < 60 else 0.3) * (stop - first)
+
+    monkeypatch.setattr(from_scratch, "train", train)
+    monkeypatch.setattr(from_scratch.time, "time", lambda: now[0])
+    found = from_scratch.budgeted([run], 10_000, 180.0, lambda step: (run.ids, run.labels))
+    # 600 fast steps and 400 slow ones; a step too many or too few from the rounding of each estimate.
+    assert now[0] == pytest.approx(180.0, abs=1.0) and found["steps"] == run.steps
+    assert 980 <= found["steps"] <= 1020
+    assert found["plans"][0] == [90, pytest.approx(1800, abs=1)] and found["plans"][-1][1] == found["steps"]

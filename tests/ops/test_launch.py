@@ -1,0 +1,93 @@
+"""Launches that remember what they compiled: the same kernel for arguments of a kind, Triton's own way for others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+from longrecall.ops.triton import launch  # noqa: E402
+
+
+def scaled(x, out, size, factor, BLOCK: tl.constexpr, EXTRA: tl.constexpr = 3):  # type: ignore[no-untyped-def]
+    place = tl.arange(0, BLOCK)
+    tl.store(out + place, tl.load(x + place, mask=place < size) * factor + EXTRA, mask=place < size)
+
+
+class Compiled:
+    """In the place of a compiled kernel: what it was launched with."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args: self.launched.append((grid, args))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
+    kernel = launch.Kernel(scaled)
+    kernel.made = []
+
+    def run(*args: Any, grid: Any, warmup: bool, **constants: Any) -> Compiled:
+        kernel.made.append((grid, args, constants))
+        return Compiled()
+
+    monkeypatch.setattr(kernel, "run", run)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return kernel
+
+
+def test_the_same_kind_is_looked_up_once(kernel: Any) -> None:
+    x, y = torch.zeros(2, 64)
+    kernel[(4,)](x, y, 64, 0.5, BLOCK=64)
+    kernel[(7, 2)](y, x, 64, 0.25, BLOCK=64)
+    assert len(kernel.made) == 1 and kernel.made[0][0] == (4,)
+    ((compiled, values),) = kernel.remembered.values()
+    assert values == (64, 3)
+    ((grid, args),) = compiled.launched
+    # A compiled kernel takes constants too, by position, and a grid of three numbers.
+    assert grid == (7, 2, 1) and args[0] is y and args[2:] == (64, 0.25, 64, 3)
+
+
+def test_other_kinds_are_looked_up(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(80)
+    usual = (x, x, 64, 0.5)
+    kernel[(1,)](*usual, BLOCK=64)
+    others: list[tuple[Any, ...]] = [
+        (x.half(), x, 64, 0.5),
+        (x[1:], x, 64, 0.5),
+        (x, x, 63, 0.5),
+        (x, x, 1, 0.5),
+        (x, x, True, 0.5),
+        (x, x, 64, 1),
+    ]
+    for index, args in enumerate(others):
+        kernel[(1,)](*args, BLOCK=64)
+        kernel[(1,)](*args, BLOCK=64)
+        assert len(kernel.made) == index + 2
+    kernel[(1,)](*usual, BLOCK=128)
+    kernel[(1,)](*usual, BLOCK=64, EXTRA=4)
+    kernel[(1,)](*usual, BLOCK=64, num_warps=8)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    kernel[(1,)](*usual, BLOCK=64)
+    assert len(kernel.made) == len(others) + 5
+
+
+def test_what_is_remembered_stays_small(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MOST_KINDS", 5)
+    x = torch.zeros(64)
+    for size in range(40):
+        kernel[(1,)](x, x, size, 0.5, BLOCK=64)
+        assert len(kernel.remembered) <= 5
+
+
+def test_it_is_a_kernel_of_triton() -> None:
+    kernel = launch.Kernel(scaled, do_not_specialize=["size"])
+    assert isinstance(kernel, triton.JITFunction) and kernel.arg_names[:3] == ["x", "out", "size"]
+    # With TRITON_INTERPRET=1 Triton runs the function itself.
+    assert isinstance(launch.kernel(scaled), launch.Kernel) is not launch.interpreting()

@@ -1,0 +1,75 @@
+"""Products of one input taken together: the same numbers and gradients as one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longrecall.layers.projections import is_plain, project
+from longrecall.ops.projections import project_together
+
+
+def draw(*shapes: tuple[int, ...]) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=g, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def test_products_and_gradients_equal_those_of_single_layers() -> None:
+    x, *weights = draw((2, 3, 5), (4, 5), (1, 5), (7, 5))
+    found = project_together(x, weights)
+    assert all(torch.equal(y, x @ w.T) for y, w in zip(found, weights, strict=True))
+    # Finite differences of float64, at torch's own tolerances; of second order too.
+    assert torch.autograd.gradcheck(lambda x, *w: project_together(x, w), (x, *weights))
+    assert torch.autograd.gradgradcheck(lambda x, *w: project_together(x, w), (x, *weights))
+
+
+def test_what_needs_no_gradient_has_none() -> None:
+    x, first, second, third = draw((3, 5), (4, 5), (2, 5), (2, 5))
+    first.requires_grad_(False)
+    outs = project_together(x, (first, second, third))
+    (outs[0].sum() + outs[1].square().sum()).backward()
+    assert first.grad is None and second.grad is not None and x.grad is not None
+    # A product that nobody used gives nothing to x, and its weight nothing that counts.
+    assert third.grad is None or not third.grad.any()
+    expected = torch.autograd.grad((x @ first.T).sum() + (x @ second.T).square().sum(), x)[0]
+    # float64, sums of a few terms.
+    assert torch.allclose(x.grad, expected, rtol=1e-12)
+
+
+class Watched(nn.Linear):
+    """Something that is more than a product."""
+
+
+def test_only_plain_layers_are_products_with_their_weights() -> None:
+    plain = nn.Linear(5, 4, bias=False)
+    hooked = nn.Linear(5, 4, bias=False)
+    hooked.register_forward_hook(lambda _module, _inputs, output: output)
+    assert is_plain(plain)
+    assert not any(map(is_plain, (hooked, Watched(5, 4, bias=False), nn.Linear(5, 4), nn.Identity())))
+    x = torch.randn(3, 5)
+    found = project(x, {"a": plain, "b": hooked})
+    assert list(found) == ["a", "b"] and torch.equal(found["a"], plain(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layers_on_a_gpu_share_one_gradient(autocast: bool) -> None:
+    layers = {str(n): nn.Linear(16, n, bias=False).cuda() for n in (8, 24)}
+    x = torch.randn(40, 16, device="cuda", requires_grad=True)
+    leaves = [x, *(layer.weight for layer in layers.values())]
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        found = project(x, layers)
+        single = {name: layer(x) for name, layer in layers.items()}
+    assert type(found["8"].grad_fn).__name__ == "_ProjectTogetherBackward"
+    for name, y in single.items():
+        assert found[name].dtype == y.dtype
+        # The same product of the same operands; cuBLAS may choose another order of 16 terms.
+        assert torch.allclose(found[name], y, rtol=1e-2 if autocast else 1e-5, atol=1e-5)
+    weights = {name: torch.randn_like(y) for name, y in single.items()}
+    gradients = torch.autograd.grad([found[n] for n in layers], leaves, [weights[n] for n in layers])
+    expected = torch.autograd.grad([single[n] for n in layers], leaves, [weights[n] for n in layers])
+    for a, b in zip(gradients, expected, strict=True):
+        # float32 sums of up to 40 terms; bfloat16 rounds each of two products, or their sum, to 4e-3 at worst.
+        assert float((a - b).norm() / b.norm()) < (1e-2 if autocast else 1e-5)

@@ -1,0 +1,209 @@
+"""Kernels of one decoding step, each against a few lines of torch; Triton's interpreter runs them here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+launch = pytest.importorskip("longrecall.ops.triton.launch")
+
+from longrecall.layers.tokens import EMBEDDING_EPS  # noqa: E402
+from longrecall.ops.triton import decoding_recurrence, retrieval_decoding  # noqa: E402
+from longrecall.ops.triton.decoding_recurrence import Gate, recurrence  # noqa: E402
+
+DEVICE = "cpu" if launch.interpreting() else "cuda"
+pytestmark = (
+    []
+    if launch.interpreting()
+    else [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+)
+
+
+def randn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def expected_step(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, gate: Gate, share: int, beta: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The step in float64: q, k ``[B, G, K]``, v ``[B, Hv, V]`` -> o ``[B, H, V]`` and the new state."""
+    heads, repeats = state.shape[1], state.shape[1] // q.shape[1]
+    q, k, v, S = (x.double() for x in (q, k, v, state))
+    # Head h: key head h // repeats; of its heads the subheads share their values.
+    value = [(h // (share * repeats)) * repeats + h % repeats for h in range(heads)]
+    q, k, v = q.repeat_interleave(repeats, 1), k.repeat_interleave(repeats, 1), v[:, [x % v.shape[1] for x in value]]
+    written = v
+    if gate.kind == "channel":
+        assert gate.raw is not None
+        rate = gate.raw.double().unflatten(1, (-1, q.shape[2])).repeat_interleave(repeats, 1)
+        S = S * torch.exp(F.logsigmoid(rate) / gate.divisor)[..., None]
+    elif gate.kind == "fixed":
+        assert gate.raw is not None
+        S = S * gate.raw.double().exp()[:, None, None]
+    elif gate.kind is not None:
+        assert gate.raw is not None and gate.bias is not None and gate.A_log is not None
+        step = F.softplus(gate.raw.double() + gate.bias.double())
+        if gate.kind == "step":
+            step = step.clamp(gate.low, gate.high)
+            written = v * step[..., None]
+        S = S * torch.exp(-gate.A_log.double().exp() * step)[..., None, None]
+    if beta is not None:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        written = torch.sigmoid(beta.double())[..., None] * (v - torch.einsum("bhk,bhkv->bhv", k, S))
+    S = S + k[..., None] * written[..., None, :]
+    return 0.3 * torch.einsum("bhk,bhkv->bhv", q, S), S
+
+
+@pytest.mark.parametrize(
+    ("kind", "delta", "key_heads", "value_heads", "share"),
+    [
+        ("channel", False, 3, 3, 1),
+        ("fixed", False, 3, 3, 1),
+        (None, False, 3, 1, 1),
+        ("step", False, 1, 6, 1),
+        ("delta", True, 3, 3, 1),
+        ("delta", True, 4, 4, 2),
+        (None, True, 3, 6, 1),
+        ("channel", True, 3, 3, 1),
+    ],
+)
+def test_a_step_in_place(kind: str | None, delta: bool, key_heads: int, value_heads: int, share: int) -> None:
+    """Odd sizes: blocks of keys and values that end inside a tile."""
+    rows, K, V = 2, 20, 21
+    heads = max(key_heads, value_heads)
+    q, k, v = randn(1, rows, key_heads, K), randn(2, rows, key_heads, K), randn(3, rows, value_heads // share, V)
+    raw = randn(4, heads) if kind == "fixed" else randn(4, rows, key_heads * K if kind == "channel" else heads)
+    raw = -raw.abs() if kind == "fixed" else raw
+    parameters = (randn(5, heads), randn(6, heads)) if kind in ("delta", "step") else (None, None)
+    gate = Gate(kind, None if kind is None else raw, *parameters, divisor=8.0, low=0.2, high=1.5)
+    beta = randn(7, rows, heads) if delta else None
+    state = randn(8, rows, heads, K, V)
+    y, S = expected_step(q, k, v, state, gate, share, beta)
+    before = state.clone()
+    found = recurrence(
+        q.flatten(1), k.flatten(1), v.flatten(1), state, gate,
+        scale=0.3, key_heads=key_heads, value_heads=value_heads // share, share=share, beta=beta, normalise=delta,
+        tile=(32, 16, 4) if delta else (16, 16, 2),
+    )  # fmt: skip
+    # Sums of 20 float32 terms and a GPU's exponentials against float64.
+    torch.testing.assert_close(found.double(), y, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(state.double(), S, rtol=2e-5, atol=2e-5)
+    assert not torch.equal(state, before)
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_a_state_in_bfloat16(delta: bool) -> None:
+    rows, heads, K, V = 1, 2, 16, 16
+    q, k, v = (randn(seed, rows, heads, K) for seed in (1, 2, 3))
+    gate, beta = Gate("channel", randn(4, rows, heads * K), divisor=8.0), randn(5, rows, heads) if delta else None
+    state = randn(6, rows, heads, K, V).bfloat16()
+    y, S = expected_step(q, k, v, state, gate, 1, beta)
+    found = recurrence(
+        q.flatten(1), k.flatten(1), v.flatten(1), state, gate,
+        scale=0.3, key_heads=heads, value_heads=heads, beta=beta, normalise=delta,
+    )  # fmt: skip
+    # What is read out is float32 of the state as it was; what is kept loses all but 8 bits, cut off by the interpreter.
+    torch.testing.assert_close(found.double(), y, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(state.double(), S, rtol=2**-7, atol=1e-6)
+
+
+def test_few_states_get_narrow_tiles() -> None:
+    tile = decoding_recurrence._tile
+    assert tile(256, 512, 4, 132, delta=False, channel=True) == (256, 16, 4)
+    assert tile(256, 512, 256, 132, delta=False, channel=True) == (256, 32, 4)
+    assert tile(128, 512, 256, 132, delta=False, channel=True) == (64, 64, 2)
+    assert tile(128, 64, 4096, 132, delta=False, channel=False) == (128, 64, 4)
+    # The delta rule holds all keys of a head, and 32 KiB of float32 at most.
+    assert tile(128, 128, 8, 132, delta=True, channel=False) == (128, 64, 4)
+    assert tile(1024, 128, 8, 132, delta=True, channel=False) == (1024, 16, 4)
+
+
+CHUNK, WIDTH, ROOM = 3, 10, 400
+
+
+def retrieved(position: list[int]) -> dict[str, Any]:
+    rows = len(position)
+    read = torch.arange(ROOM) <= torch.tensor(position)[:, None]
+    ids = torch.randint(0, 50, (rows, ROOM), generator=torch.Generator().manual_seed(1))
+    return {
+        "table": randn(11, 50, WIDTH),
+        "tokens": torch.where(read, ids, -1).int().to(DEVICE),
+        "position": torch.tensor(position, device=DEVICE),
+        "weight": randn(12, 6, WIDTH),
+        "vectors": F.normalize(randn(13, rows, ROOM // CHUNK, 6), dim=-1),
+        "queries": randn(14, rows, 6),
+    }
+
+
+@pytest.mark.parametrize(("candidates", "count"), [(8, 4), (5, 5), (13, 9), (1, 1)])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_chunks_are_chosen(candidates: int, count: int, weighted: bool) -> None:
+    """Rows before the first chunk's end, with fewer chunks than are read, and with several blocks of chunks."""
+    given = retrieved([1, 7, 200, 399])
+    given["vectors"][3, 70] = given["vectors"][3, 5]
+    given["queries"][3] = given["vectors"][3, 5] * 2
+    vectors = given["vectors"].clone()
+    temperature = randn(15, 1) if weighted else None
+    chosen, local, weights, share = retrieval_decoding.choose(
+        **given, temperature=temperature, chunk=CHUNK, candidates=candidates, count=count, eps=EMBEDDING_EPS
+    )
+    scores = torch.einsum("be,bne->bn", F.normalize(given["queries"], dim=-1).double(), vectors.double())
+    for row, at in enumerate(given["position"].tolist()):
+        ended = at // CHUNK
+        order = scores[row, :ended].argsort(descending=True, stable=True)[:candidates]
+        expected = F.pad(order[:count], (0, count - len(order[:count])), value=-1)
+        # Of the two equal chunks of the last row the earlier one comes first.
+        assert chosen[row].tolist() == expected.tolist()
+        assert local[row, 0].tolist() == [slot if slot < ended else -1 for slot in range(count)]
+        if temperature is not None and weights is not None and share is not None and ended:
+            logits = scores[row, order] * temperature.double().exp()
+            real = logits[:count]
+            # float32 against float64; a row of products of 6 terms.
+            torch.testing.assert_close(weights[row, 0, : len(real)].double(), real, rtol=1e-5, atol=1e-5)
+            part = logits.softmax(0)[:count].sum()
+            torch.testing.assert_close(share[row].double(), part, rtol=1e-5, atol=1e-5)
+    assert weighted or (weights is None and share is None)
+    # The last row's token, the 400th, ends no chunk of 3; that at 200 ends the 67th.
+    changed = (given["vectors"] != vectors).any(-1).nonzero().tolist()
+    assert changed == [[2, 66]]
+    embedded = F.rms_norm(given["table"][given["tokens"][2, 198:201].long()], (WIDTH,), eps=EMBEDDING_EPS)
+    vector = F.normalize(F.linear(embedded.mean(0), given["weight"]), dim=-1)
+    torch.testing.assert_close(given["vectors"][2, 66], vector, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_and_values_of_the_chosen_chunks() -> None:
+    given = retrieved([30, 399])
+    chosen = torch.tensor([[4, -1, 0], [132, 7, 50]], dtype=torch.int32, device=DEVICE)
+    weights = (randn(16, 20, WIDTH), randn(17, 20, WIDTH))
+    found = retrieval_decoding.keys_and_values(given["table"], given["tokens"], chosen, weights, CHUNK, EMBEDDING_EPS)
+    place = (chosen.clamp(min=0)[..., None] * CHUNK + torch.arange(CHUNK, device=DEVICE)).flatten(1)
+    embedded = F.rms_norm(given["table"][given["tokens"].gather(1, place).long()], (WIDTH,), eps=EMBEDDING_EPS)
+    real = (chosen >= 0).repeat_interleave(CHUNK, 1)
+    for x, weight in zip(found, weights, strict=True):
+        # Scaled before the product or after it: float32 sums of 10 terms.
+        torch.testing.assert_close(x[real], F.linear(embedded, weight)[real], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("with_bias", "with_part"), [(True, True), (True, False), (False, False)])
+def test_products_blended_into_the_stream(shared: bool, with_bias: bool, with_part: bool) -> None:
+    rows, size = 3, 37
+    y, found = (randn(21, rows, 19), randn(22, size, 19)), (randn(23, rows, 12), randn(24, size, 12))
+    share = torch.rand(rows, device=DEVICE) if shared else None
+    bias, part = randn(25, size) if with_bias else None, randn(26, rows, size) if with_part else None
+    position = torch.tensor([0, 4, 5], device=DEVICE)
+    stream = randn(27, rows, size)
+    how = (share, position, 5, 0.3, bias, part)
+    blended = retrieval_decoding.blend(F.linear(*y), F.linear(*found), *how)
+    alpha = (0.3 if bias is None else bias) + (0.0 if part is None else part)
+    read = F.linear(*found) * (1.0 if share is None else share[:, None])
+    expected = torch.where((position >= 5)[:, None], alpha * F.linear(*y) + (1 - alpha) * read, F.linear(*y))
+    # float32 sums of two dozen terms in another order.
+    torch.testing.assert_close(blended, expected, rtol=1e-4, atol=1e-5)
+    total = stream + expected
+    retrieval_decoding.add_blended_products(stream, y, found, *how)
+    torch.testing.assert_close(stream, total, rtol=1e-4, atol=1e-5)
