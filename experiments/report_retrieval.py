@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pages
+import report_perplexity
 from join_sweeps import runs_again, runs_by_key
 from pages import number, read, table
 
@@ -40,6 +41,7 @@ NOT_RUN = "not run"
 EPOCHS = {"1 epoch": range(1, 2), "2": range(2, 3), "3–5": range(3, 6), "6–24": range(6, 25)}
 NEVER = "never"
 MODELS = {"gla_1.3b": "GLA", "mamba2_1.3b": "Mamba-2", "gated_delta_net_1.5b": "Gated DeltaNet"}
+TRANSFORMER = "transformer_1.5b"
 PAPER_PREFILL = {
     2048: {"GLA": (37, 46), "Mamba": (45, 52), "DeltaNet": (53, 64)},
     4096: {"GLA": (43, 64), "Mamba": (77, 88), "DeltaNet": (59, 78)},
@@ -291,6 +293,31 @@ def cost_table() -> str:
     return table(["model", "tokens", "ms without", "ms with", "more", "peak GiB without", "with"], lines)
 
 
+def decoding_table() -> str:
+    """Time of a token after a text, without and with retrieval: of one run of 128 tokens each."""
+    rows = timings()
+    lines = []
+    for name, shown in MODELS.items():
+        for tokens in TIMED:
+            without, with_it = (rows[f"{name}{kind}: continuing after {tokens}"] for kind in ("", " with retrieval"))
+            overhead = with_it["ms"] / without["ms"] - 1
+            times = [f"{row['ms_per_token']:.2f}" for row in (without, with_it)]
+            lines.append([shown, f"{tokens // 1024}k", *times, f"{overhead:.1%}"])
+    return table(["model", "after", "ms a token without", "with", "more"], lines)
+
+
+def attention_table() -> str:
+    """Softmax attention of the same size."""
+    rows = timings()
+    lines = []
+    for tokens in TIMED:
+        read, step = (rows[f"{TRANSFORMER}: {what} {tokens}"] for what in ("reading", "continuing after"))
+        lines.append(
+            [f"{tokens // 1024}k", f"{read['ms']:,.1f}", f"{read['peak_gib']:.2f}", f"{step['ms_per_token']:.1f}"]
+        )
+    return table(["tokens", "ms to read", "peak GiB", "ms a token after"], lines, texts=1)
+
+
 def paper_table() -> str:
     """The overhead that the paper's times amount to."""
     names = list(PAPER_PREFILL[TIMED[0]])
@@ -315,7 +342,10 @@ def tables() -> dict[str, str]:
         "both forms": forms_table(),
         "fell short": short_table(),
         "cost": cost_table(),
+        "cost of decoding": decoding_table(),
+        "cost of attention": attention_table(),
         "cost in the paper": paper_table(),
+        **(report_perplexity.tables() if (pages.RESULTS / report_perplexity.RECORD).exists() else {}),
     }
 
 

@@ -152,13 +152,15 @@ def fits_table(record: Record, measure: str = WHOLE) -> str:
                 straight, power, out = fitted(record, mixer, kind, threshold, measure)
                 cells = [MIXERS[mixer], name, f"> {number(threshold, digits=1)}"]
                 if straight is None:
-                    lines.append([*cells, "", "", "", "", str(out)])
+                    lines.append([*cells, "", "", "", "", "", str(out)])
                     continue
                 slope = with_half(1000 * straight.slope, None if straight.half is None else 1000 * straight.half, 1)
                 exponent = "" if power is None else with_half(power.slope, power.half, 2)
-                points = str(straight.points)
-                lines.append([*cells, slope, number(straight.explained, digits=2), exponent, points, str(out)])
-    heads = ["model", "values", "recall", "bytes per 1,000 numbers", "R²", "exponent", "models", "beyond the longest"]
+                used = "" if power is None else str(power.points)
+                explained = number(straight.explained, digits=2)
+                lines.append([*cells, slope, explained, str(straight.points), exponent, used, str(out)])
+    heads = ["model", "values", "recall", "bytes per 1,000 numbers", "R²", "models"]
+    heads += ["exponent", "its models", "beyond the longest"]
     return table(heads, lines, texts=3)
 
 

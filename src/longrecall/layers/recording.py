@@ -64,6 +64,23 @@ def record(
     with fixed_shapes(), torch.cuda.stream(stream):
         for _ in range(warmups):
             work()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            work()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                work()
+        except BaseException:
+            _leave_capture(stream, generators)
+            raise
     return graph
+
+
+def _leave_capture(stream: torch.cuda.Stream, generators: Sequence[torch.Generator]) -> None:
+    """Take torch's generators out of the capture mode in which a capture that CUDA broke off leaves them.
+
+    They would refuse to draw from then on, also for those who go on without a graph. A capture that ends well, of next
+    to nothing, sets them right.
+    """
+    graph, buffer = torch.cuda.CUDAGraph(), torch.zeros(1, device=stream.device)
+    for generator in generators:
+        graph.register_generator_state(generator)
+    with contextlib.suppress(RuntimeError), torch.cuda.graph(graph, stream=stream):
+        buffer.add_(1)

@@ -1,0 +1,24 @@
+"""docs/retrieval_evidence.md and the scripts that made it, for the tests of the page."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "retrieval_evidence.md"
+
+
+def experiment(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A script of experiments/ as a module: its folder is on the path when it runs."""
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    return importlib.import_module(name)
+
+
+def page_prose() -> str:
+    """The page without its tables, as one line."""
+    lines = PAGE.read_text(encoding="utf-8").split("\n")
+    return " ".join(" ".join(line for line in lines if not line.startswith("|")).split()).replace("**", "")
