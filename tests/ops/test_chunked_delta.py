@@ -91,9 +91,10 @@ def test_segments_are_as_large_as_the_caches_allow() -> None:
         k = torch.empty(shape)
         return [len(x) for x in chunked_delta._segments(k, k, 64)]
 
-    # 8 heads x 64 tokens x 128 numbers twice are the 2**17 of a segment.
-    assert lengths(1, 320, 8, 128) == [2, 2, 1]
-    assert lengths(2, 320, 8, 128) == lengths(4, 320, 8, 128) == [1] * 5
+    # 8 heads x 64 tokens x 128 numbers four times are the 2**18 of a segment.
+    assert lengths(1, 320, 8, 128) == [4, 1]
+    assert lengths(2, 320, 8, 128) == [2, 2, 1]
+    assert lengths(4, 320, 8, 128) == lengths(8, 320, 8, 128) == [1] * 5
     assert lengths(1, 320, 2, 32) == [5]
 
 

@@ -46,8 +46,9 @@ from longrecall.ops import chunked_generalised
 from longrecall.ops.chunked_linear import CHUNK, SEGMENT_CHUNKS, STRONGEST_DECAY
 from longrecall.ops.shapes import repeat_heads
 
-# What a segment holds of K or V on a CPU, 512 KiB in float32: the operands of its products then lie in the caches.
-SEGMENT_NUMBERS_CPU = 2**17
+# What a segment holds of K or V on a CPU, 1 MiB in float32: the operands of its products then lie in the caches, and
+# two threads have enough to share.
+SEGMENT_NUMBERS_CPU = 2**18
 # The size of the blocks that are inverted by substitution.
 SUBSTITUTION = 16
 # exp(-60) = 9e-27 is nothing beside any sum in float32; exponentials that underflow take twenty times as long.
