@@ -10,8 +10,8 @@ The growth of the peak memory of a forward is taken in a fresh process for every
 2048 x 2048 matrices, taken in turn. Counted are the matrix products of the chunked form, C = 64, once each: for every
 chunk and head, in multiplications and additions, forward 2CKV three times (2C rows read the state, C write it) and 4CCK
 + 4CCV (scores; the inverse and the scores times the corrections); backward twice as much. What is not counted: the
-inverse itself, everything done element by element, and the readers' scores, which the backward forms once more.
-Products of which a mask keeps the lower half count whole in `share`, and half in `share_without_masked`.
+inverse itself, and everything done element by element. Products of which a mask keeps the lower half count whole in
+`share`, and half in `share_without_masked`.
 
 `bfloat16` compares our op on bfloat16 inputs with float32 and with bfloat16 products (see ops/products.py), in turn;
 null where the CPU has no instructions for them.

@@ -3,28 +3,28 @@ r"""Chunked gated delta rule in plain torch (Yang et al. 2025, section 3.3; the 
 Write the update as :math:`S_t = e^{g_t} S_{t-1} + \beta_t k_t^\top w_t` with :math:`w_t = v_t - e^{g_t} k_t S_{t-1}`.
 Take a chunk of C tokens with inclusive cumulative log decay G, :math:`a = e^G`, :math:`b = e^{G_C - G}`,
 :math:`D_{ij} = e^{G_i - G_j}` for j <= i and 0 above, and the state S before it. The rows that write stand over those
-that read, :math:`R = [K; Q]` (2C rows) with the factors f = [-1; scale], so that one product serves both:
+that read, :math:`R = [K; Q]` (2C rows; Q is already scaled), so that one product serves both:
 
-.. math:: [A; M] = R K^\top \circ f D \beta^\top, \qquad [Y; Z] = (f a R) S, \qquad W = P (V + Y), \qquad
+.. math:: [L; M] = R K^\top \circ D \beta^\top, \qquad [Y; Z] = (a R) S, \qquad W = P (V - Y), \qquad
           O = Z + M W, \qquad S' = e^{G_C} S + (\beta b K)^\top W
 
-with A strictly lower triangular and :math:`P = (I - A)^{-1}`, formed once per chunk by substitution in blocks.
+with L strictly lower triangular and :math:`P = (I + L)^{-1}`, formed once per chunk by substitution in blocks.
 
-Backward, from the last chunk to the first; :math:`\bar x` is the gradient of x and :math:`X = V + Y`:
+Backward, from the last chunk to the first; :math:`\bar x` is the gradient of x and :math:`X = V - Y`:
 
-.. math:: \bar X = P^\top (M^\top \bar O + \beta b K \bar S'), \qquad F = [\bar X; \bar O], \qquad
-          \bar S = e^{G_C} \bar S' + (f a R)^\top F
+.. math:: \bar X = P^\top (M^\top \bar O + \beta b K \bar S'), \qquad F = [-\bar X; \bar O], \qquad
+          \bar S = e^{G_C} \bar S' + (a R)^\top F
 
-Because :math:`\bar A = P^\top (\bar W X^\top) P^\top = \bar X W^\top`, one product gives both scores' gradients,
-:math:`E = F W^\top \circ f D` (no diagonal in its upper half), and what is left has no order in time:
+Because :math:`\bar L = -P^\top (\bar W X^\top) P^\top = -\bar X W^\top`, one product gives both scores' gradients,
+:math:`E = F W^\top \circ D` (no diagonal in its upper half), and what is left has no order in time:
 
-.. math:: \bar R = (E \beta^\top) K + f a \circ F S^\top, \qquad
+.. math:: \bar R = (E \beta^\top) K + a \circ F S^\top, \qquad
           H = E^\top R + b \circ W \bar S'^\top, \qquad \bar V = \bar X, \qquad \bar\beta = H \cdot K
 
 (row by row) where H is the gradient of :math:`\beta K`, and R passes its gradient on to K and Q. G only enters as
 :math:`e^{G}` beside rows of R and :math:`e^{-G}` beside rows of :math:`\beta K`, or in S', so that
 :math:`\bar G = \bar R \cdot R - \beta \bar\beta`, plus :math:`\langle \bar S', S' \rangle` at the chunk's last token.
-The forward keeps P, W and the states between chunks, and the backward computes the rest again. No exponent is ever
+The forward keeps P, M, W and the states between chunks, and the backward computes the rest again. No exponent is ever
 positive, and the control flow depends on shapes alone, so that a CUDA graph can hold both.
 
 The kernels in triton/ keep beta with the values: their X and U are beta times X and W here, and their inverse is
@@ -81,6 +81,8 @@ class _Kept(NamedTuple):
 
     inverse: Tensor
     """P ``[N E, C, C]``."""
+    scores: Tensor
+    """M ``[N E, C, C]``."""
     errors: Tensor
     """W ``[N E, C, V]``."""
     states: Tensor
@@ -88,7 +90,8 @@ class _Kept(NamedTuple):
 
     def part(self, first: int, last: int, heads: int) -> _Kept:
         """The matrices from `first` to `last`, and the states around them."""
-        return _Kept(self.inverse[first:last], self.errors[first:last], self.states[first : last + heads])
+        inverse, scores, errors = (x[first:last] for x in self[:3])
+        return _Kept(inverse, scores, errors, self.states[first : last + heads])
 
 
 class _Gates(NamedTuple):
@@ -99,7 +102,7 @@ class _Gates(NamedTuple):
     beta: Tensor
     """``[N E, C, 1]``."""
     rows: Tensor
-    """f a ``[N E, 2C, 1]``."""
+    """a, twice ``[N E, 2C, 1]``."""
     keys: Tensor
     """b ``[N E, C, 1]``."""
     written: Tensor
@@ -119,9 +122,9 @@ class _Chunks(NamedTuple):
     keys: Tensor
     """K ``[n E, C, K]``, the upper half of the rows."""
     decay: Tensor
-    """f D ``[n E, 2C, C]``, zero where a row is not to see a key."""
+    """D ``[n E, 1, C, C]``."""
     rows_in: Tensor
-    """f a R ``[n E, 2C, K]``."""
+    """a R ``[n E, 2C, K]``."""
     keys_out: Tensor
     """beta b K ``[n E, C, K]``."""
 
@@ -175,38 +178,34 @@ def _segments(k: Tensor, v: Tensor, size: int) -> list[range]:
     return [chunks[start : start + count] for start in chunks[::count]]
 
 
-def _gates(log_decay: Tensor, beta: Tensor, scale: float, size: int) -> _Gates:
+def _gates(log_decay: Tensor, beta: Tensor, size: int) -> _Gates:
     """Log decays and betas ``[B, T, H, 1]`` -> what the chunks need of them."""
     cumulative, beta = (_by_chunk(x, size).flatten(0, 2).contiguous() for x in (log_decay, beta))
     cumulative = cumulative.cumsum(1)
     lowest = LOWEST_EXPONENT[cumulative.dtype]
     decay = cumulative.clamp(min=lowest).exp_()
     keys = (cumulative[:, -1:] - cumulative).clamp_(min=lowest).exp_()
-    return _Gates(cumulative, beta, torch.cat([-decay, decay * scale], dim=1), keys, beta * keys, decay[:, -1:])
+    return _Gates(cumulative, beta, torch.cat([decay, decay], dim=1), keys, beta * keys, decay[:, -1:])
 
 
-def _mask(like: Tensor, scale: float, size: int) -> Tensor:
-    """f where a row sees a key, else 0, ``[2, C, C]``: rows that write see what is before, others their own key too."""
-    ones = like.new_ones(size, size)
-    return torch.stack([-ones.tril(-1), scale * ones.tril()])
-
-
-def _lay_out(q: Tensor, k: Tensor, gates: _Gates, mask: Tensor) -> _Chunks:
+def _lay_out(q: Tensor, k: Tensor, scale: float, gates: _Gates) -> _Chunks:
     """Views ``[n, B, H, C, K]`` of one segment -> what its products need."""
     *outer, size, width = k.shape
     rows = k.new_empty((gates.beta.shape[0], 2 * size, width))
     halves = rows.view(*outer, 2 * size, width)
     halves[..., :size, :].copy_(k)
-    halves[..., size:, :].copy_(q)
+    torch.mul(q, scale, out=halves[..., size:, :])
     keys = rows[:, :size]
-    # Exponents above the diagonal are positive: they are cut to 0 before the mask removes them.
-    decay = (gates.cumulative - gates.cumulative.transpose(1, 2)).clamp_(LOWEST_EXPONENT[k.dtype], 0).exp_()
-    return _Chunks(rows, keys, (decay[:, None] * mask).flatten(1, 2), rows * gates.rows, keys * gates.written)
+    # Exponents above the diagonal are positive: they are cut to 0 before what they give is removed.
+    decay = (gates.cumulative - gates.cumulative.transpose(1, 2)).clamp_(LOWEST_EXPONENT[k.dtype], 0).exp_().tril_()
+    return _Chunks(rows, keys, decay[:, None], rows * gates.rows, keys * gates.written)
 
 
-def _scores(rows: Tensor, keys: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """[A; M], or those of their rows that are given, ``[n E, ., C]``."""
-    return torch.bmm(rows, keys.transpose(1, 2)).mul_(decay).mul_(beta.transpose(1, 2))
+def _scores(a: Tensor, b: Tensor, decay: Tensor) -> Tensor:
+    """a b^T with D beside both halves of its rows, ``[n E, 2C, C]``."""
+    scores = torch.bmm(a, b.transpose(1, 2))
+    scores.view(scores.shape[0], 2, *decay.shape[2:]).mul_(decay)
+    return scores
 
 
 def _forward(
@@ -216,7 +215,7 @@ def _forward(
     q, k, v, log_decay, beta = inputs
     heads = k.shape[0] * k.shape[2]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    gates, mask = _gates(log_decay, beta, scale, size), _mask(v, scale, size)
+    gates = _gates(log_decay, beta, size)
     views, segments = [_by_chunk(x, size) for x in (q, k, v, out)], _segments(k, v, size)
     room = _room(gates.beta.shape[0] if keep else heads * len(segments[0]), state, size)
     final = state.flatten(0, 1)
@@ -227,7 +226,7 @@ def _forward(
             kept.states[:heads].copy_(final)
         q_n, k_n, v_n, out_n = (x[chunks.start : chunks.stop] for x in views)
         part = gates.part(first, last)
-        _run(_lay_out(q_n, k_n, part, mask), part, v_n, kept, out_n)
+        _run(_lay_out(q_n, k_n, scale, part), part, v_n, kept, out_n)
         final = kept.states[-heads:]
     # A copy: the final state outlives the others.
     return out, final.reshape(state.shape).clone(), room
@@ -236,14 +235,14 @@ def _forward(
 def _room(count: int, state: Tensor, size: int) -> _Kept:
     """Memory for what `count` matrices leave behind; `state` is ``[B, H, K, V]``."""
     batch, heads, width, value_width = state.shape
-    shapes = (count, size, size), (count, size, value_width), (count + batch * heads, width, value_width)
-    return _Kept(*(state.new_empty(shape) for shape in shapes))
+    square, states = (count, size, size), (count + batch * heads, width, value_width)
+    return _Kept(*(state.new_empty(shape) for shape in (square, square, (count, size, value_width), states)))
 
 
 def _run(chunks: _Chunks, gates: _Gates, v: Tensor, kept: _Kept, out: Tensor) -> None:
     """Walk the chunks of a segment from the first of its states; fills the rest of `kept` and the view `out`."""
     size, heads = chunks.keys.shape[1], kept.states.shape[0] - kept.errors.shape[0]
-    scores = _scores(chunks.rows, chunks.keys, chunks.decay, gates.beta)
+    scores = _scores(chunks.rows, chunks.keys, chunks.decay).mul_(gates.beta.transpose(1, 2))
     _invert(scores[:, :size], out=kept.inverse)
     before, after = kept.states[:-heads], kept.states[heads:]
     targets = torch.empty_like(kept.errors)
@@ -251,21 +250,23 @@ def _run(chunks: _Chunks, gates: _Gates, v: Tensor, kept: _Kept, out: Tensor) ->
     rows_in, keys_out = chunks.rows_in[:, :size], chunks.keys_out.transpose(1, 2)
     by_step = (rows_in, keys_out, gates.total, targets, kept.inverse, kept.errors, before, after)
     for rows, keys, total, target, inverse, errors, old, new in zip(*(x.split(heads) for x in by_step), strict=True):
-        torch.bmm(inverse, target.baddbmm_(rows, old), out=errors)
+        torch.bmm(inverse, target.baddbmm_(rows, old, alpha=-1), out=errors)
         torch.mul(old, total, out=new).baddbmm_(keys, errors)
-    read = torch.bmm(chunks.rows_in[:, size:], before).baddbmm_(scores[:, size:], kept.errors)
+    # A copy: where all is kept, half of what `scores` holds is not needed again.
+    kept.scores.copy_(scores[:, size:])
+    read = torch.bmm(chunks.rows_in[:, size:], before, out=targets).baddbmm_(kept.scores, kept.errors)
     out.copy_(read.view(out.shape))
 
 
 def _invert(lower: Tensor, out: Tensor) -> None:
-    """Write (I - A)^-1 of strictly lower triangular A ``[M, C, C]`` into `out`.
+    """Write (I + L)^-1 into `out`, L the strictly lower triangle of `lower` ``[M, C, C]``; the rest is not used.
 
     Blocks on the diagonal by substitution, which is stable for any keys. Then two neighbours become one of twice their
-    size: below X^-1 and beside Y^-1 comes Y^-1 B X^-1, where B is A's block there.
+    size: below X^-1 and beside Y^-1 comes -Y^-1 B X^-1, where B is L's block there.
     """
     size = SUBSTITUTION
     identity = torch.eye(size, dtype=lower.dtype, device=lower.device)
-    blocks = -_diagonal_blocks(lower, size)
+    blocks = _diagonal_blocks(lower, size)
     solved = torch.linalg.solve_triangular(blocks, identity.expand_as(blocks), upper=False, unitriangular=True)
     _diagonal_blocks(out.zero_(), size).copy_(solved)
     while size < out.shape[1]:
@@ -273,7 +274,7 @@ def _invert(lower: Tensor, out: Tensor) -> None:
             first, second = slice(middle - size, middle), slice(middle, middle + size)
             corner = torch.bmm(lower[:, second, first], out[:, first, first])
             # Not into the view at once: a product into memory that is not contiguous takes its matrices one by one.
-            out[:, second, first] = torch.bmm(out[:, second, second], corner)
+            torch.neg(torch.bmm(out[:, second, second], corner), out=out[:, second, first])
         size *= 2
 
 
@@ -290,7 +291,7 @@ def _backward(
     q, k, v, log_decay, beta = inputs
     heads = k.shape[0] * k.shape[2]
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
-    gates, mask = _gates(log_decay, beta, scale, size), _mask(v, scale, size)
+    gates = _gates(log_decay, beta, size)
     views = [_by_chunk(x, size) for x in (q, k, d_out, *gradients)]
     by_row, d_beta = torch.empty_like(gates.rows), torch.empty_like(gates.beta)
     by_state, d_state = torch.empty_like(gates.total), d_final.flatten(0, 1)
@@ -298,16 +299,18 @@ def _backward(
         here = slice(heads * steps.start, heads * steps.stop)
         q_n, k_n, d_out_n, d_q, d_k, d_v = (x[steps.start : steps.stop] for x in views[:6])
         part, segment = gates.part(here.start, here.stop), kept.part(here.start, here.stop, heads)
-        chunks = _lay_out(q_n, k_n, part, mask)
-        factors, d_states = _walk_back(chunks, part, segment.inverse, d_out_n, d_state)
+        chunks = _lay_out(q_n, k_n, scale, part)
+        d_targets, factors, d_states = _walk_back(chunks, part, segment, d_out_n, d_state)
         d_rows, d_keys = _rows_and_keys(chunks, part, segment, factors, d_states)
-        _dot(d_rows, chunks.rows, out=by_row[here])
-        _dot(d_keys, chunks.keys, out=d_beta[here])
-        _dot(d_states[heads:].flatten(1), segment.states[heads:].flatten(1), out=by_state[here, 0])
-        d_rows, factors = (x.view(*x_n.shape[:3], 2 * size, -1) for x, x_n in ((d_rows, k_n), (factors, k_n)))
-        d_q.copy_(d_rows[..., size:, :])
-        torch.addcmul(d_rows[..., :size, :], d_keys.view(k_n.shape), part.beta.view(*k_n.shape[:4], 1), out=d_k)
-        d_v.copy_(factors[..., :size, :])
+        halves = d_rows.view(*k_n.shape[:3], 2 * size, -1)
+        torch.mul(halves[..., size:, :], scale, out=d_q)
+        torch.addcmul(halves[..., :size, :], d_keys.view(k_n.shape), part.beta.view(*k_n.shape[:4], 1), out=d_k)
+        d_v.copy_(d_targets.view(d_v.shape))
+        # In place: what has been read for the last time needs no memory of its own.
+        torch.sum(d_rows.mul_(chunks.rows), dim=-1, keepdim=True, out=by_row[here])
+        torch.sum(d_keys.mul_(chunks.keys), dim=-1, keepdim=True, out=d_beta[here])
+        d_after = d_states[heads:].mul_(segment.states[heads:])
+        torch.sum(d_after.flatten(1), dim=-1, keepdim=True, out=by_state[here, 0])
         d_state = d_states[:heads]
     d_cumulative = by_row[:, :size] + by_row[:, size:] - gates.beta * d_beta
     d_cumulative[:, -1:] += by_state
@@ -319,38 +322,36 @@ def _backward(
 
 
 def _walk_back(
-    chunks: _Chunks, gates: _Gates, inverse: Tensor, d_out: Tensor, d_state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """F ``[n E, 2C, V]`` and the gradients of the state before every chunk and after the last."""
+    chunks: _Chunks, gates: _Gates, kept: _Kept, d_out: Tensor, d_state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of X ``[n E, C, V]``, F ``[n E, 2C, V]``, and the gradients of the states as `_Kept` has them."""
     (count, size, _), heads, width = chunks.keys.shape, d_state.shape[0], d_out.shape[-1]
-    scores = _scores(chunks.rows[:, size:], chunks.keys, chunks.decay[:, size:], gates.beta)
-    factors = scores.new_empty((count, 2 * size, width))
+    factors = d_state.new_empty((count, 2 * size, width))
     factors.view(*d_out.shape[:3], 2 * size, width)[..., size:, :].copy_(d_out)
-    d_errors = torch.bmm(scores.transpose(1, 2), factors[:, size:])
+    d_errors = torch.bmm(kept.scores.transpose(1, 2), factors[:, size:])
     d_states = d_state.new_empty((count + heads, *d_state.shape[1:]))
     d_states[count:] = d_state
-    rows, solve = chunks.rows_in.transpose(1, 2), inverse.transpose(1, 2)
-    by_step = (rows, chunks.keys_out, gates.total, solve, d_errors, factors, d_states[:-heads], d_states[heads:])
-    steps = list(zip(*(x.split(heads) for x in by_step), strict=True))
-    for rows_n, keys, total, solve_n, d_error, factor, before, after in reversed(steps):
-        torch.bmm(solve_n, d_error.baddbmm_(keys, after), out=factor[:, :size])
+    d_targets = torch.empty_like(d_errors)
+    rows, solve = chunks.rows_in.transpose(1, 2), kept.inverse.transpose(1, 2)
+    by_step = (rows, chunks.keys_out, gates.total, solve, d_errors, d_targets, factors[:, :size], factors)
+    states = d_states[:-heads], d_states[heads:]
+    steps = list(zip(*(x.split(heads) for x in (*by_step, *states)), strict=True))
+    for rows_n, keys, total, solve_n, d_error, d_target, half, factor, before, after in reversed(steps):
+        # Not into the view at once: a product into memory that is not contiguous takes its matrices one by one.
+        torch.neg(torch.bmm(solve_n, d_error.baddbmm_(keys, after), out=d_target), out=half)
         torch.mul(after, total, out=before).baddbmm_(rows_n, factor)
-    return factors, d_states
+    return d_targets, factors, d_states
 
 
 def _rows_and_keys(
     chunks: _Chunks, gates: _Gates, kept: _Kept, factors: Tensor, d_states: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of R ``[n E, 2C, K]`` and H ``[n E, C, K]``."""
-    heads = kept.states.shape[0] - kept.errors.shape[0]
-    d_scores = torch.bmm(factors, kept.errors.transpose(1, 2)).mul_(chunks.decay)
+    size, heads = chunks.keys.shape[1], kept.states.shape[0] - kept.errors.shape[0]
+    d_scores = _scores(factors, kept.errors, chunks.decay)
+    d_scores[:, :size].diagonal(dim1=1, dim2=2).zero_()
     d_keys = torch.bmm(kept.errors, d_states[heads:].transpose(1, 2)).mul_(gates.keys)
     d_keys.baddbmm_(d_scores.transpose(1, 2), chunks.rows)
     d_rows = torch.bmm(factors, kept.states[:-heads].transpose(1, 2)).mul_(gates.rows)
     d_rows.baddbmm_(d_scores.mul_(gates.beta.transpose(1, 2)), chunks.keys)
     return d_rows, d_keys
-
-
-def _dot(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Row-wise dot products, ``[..., D]`` -> ``[..., 1]``."""
-    torch.sum(a * b, dim=-1, keepdim=True, out=out)
