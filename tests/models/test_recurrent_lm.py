@@ -254,7 +254,9 @@ def test_state_round_trip_and_refusal_of_another_model(name: str, tmp_path: Path
 def test_zero_state_is_what_no_state_means() -> None:
     model, x = build("mixed"), tokens(2, 12)
     with torch.no_grad():
-        assert torch.equal(model(x).logits, model(x, past_key_values=model.zero_state(2)).logits)
+        plain, zero = model(x).logits, model(x, past_key_values=model.zero_state(2)).logits
+    # float64; a filter of many taps transforms fewer numbers where nothing came before, and so rounds otherwise.
+    torch.testing.assert_close(plain, zero, rtol=1e-12, atol=1e-12)
 
 
 def test_hidden_states_are_the_stream_with_every_sum_made() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from longrecall.ops import long_convolution, short_convolution
 
@@ -35,8 +36,9 @@ class ShortConvolution(nn.Module):
         return short_convolution(x, self.weight, self.bias, state=state, mask=mask, activation=self.activation)
 
     def _transformed(self, x: Tensor, state: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        if state is None:
-            state = x.new_zeros(x.shape[0], x.shape[2], self.weight.shape[1] - 1)
-        y, inputs = long_convolution(x, self.weight.flip(1), history=state.transpose(1, 2), mask=mask, grow=False)
+        kept, history = self.weight.shape[1] - 1, None if state is None else state.transpose(1, 2)
+        # At the beginning of a text no zeros are transformed in the place of earlier inputs.
+        y, inputs = long_convolution(x, self.weight.flip(1), history=history, mask=mask, grow=history is None)
+        inputs = F.pad(inputs, (0, 0, max(0, kept - inputs.shape[1]), 0))[:, -kept:]
         y = y if self.bias is None else y + self.bias.to(y.dtype)
         return y, inputs.transpose(1, 2)

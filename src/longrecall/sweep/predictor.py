@@ -92,11 +92,10 @@ class Predictor(nn.Module):
 
         The second value is the loss that the model's layers add to the task's (a scalar), None where they add none.
         """
-        # logits_to_keep 1: the head runs on one position here; the hidden states come out before it.
-        out = self.model(ids, use_cache=False, output_hidden_states=True, logits_to_keep=1)
-        assert out.hidden_states is not None
-        hidden: Tensor = out.hidden_states[-1]
-        added: Tensor | None = getattr(out, "auxiliary_loss", None)
+        # Past the model's own forward: that would run the head first, or make each layer's sum apart from its norm.
+        inner = self.model.model
+        hidden, _, _, losses = inner(inner.get_input_embeddings()(ids), None, None, ids=ids)
+        added = torch.stack(losses).sum() if losses else None
         if self.decoder is not None:
             return self.decoder(hidden[:, -1], positions), added
         index = positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
