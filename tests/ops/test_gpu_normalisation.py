@@ -68,9 +68,14 @@ def test_swiglu_equals_float64(size: int, dtype: torch.dtype) -> None:
     check(ops.gated_projection, [gate, up, weight / size**0.5], dtype, device="cuda")
 
 
-def model_of(mixer: str, dtype: torch.dtype) -> RecurrentLM:
+# Sizes with which every short convolution has a multiple of 32 channels.
+EVEN = {name: {"num_heads": 2, "key_dim": 16, "value_dim": 16} for name in RECURRENT}
+EVEN["mamba2"] = {"state_dim": 16}
+
+
+def model_of(mixer: str, dtype: torch.dtype, *, even: bool = False) -> RecurrentLM:
     torch.manual_seed(0)
-    layer = {"mixer": RECURRENT[mixer], "mlp_size": 24}
+    layer = {"mixer": RECURRENT[mixer] | (EVEN[mixer] if even else {}), "mlp_size": 24}
     return RecurrentLM(RecurrentConfig(vocab_size=32, hidden_size=16, layers=[layer, layer])).to("cuda", dtype)
 
 
@@ -80,20 +85,29 @@ def gradients(model: RecurrentLM, ids: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("mixer", ["gla_conv", "gated_delta_net", "delta_net", "kda", "mamba2", "hgrn2"])
-def test_models_compute_the_same_with_and_without(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of(mixer, torch.float32)
+@pytest.mark.parametrize("even", [False, True], ids=["odd", "even"])
+@pytest.mark.parametrize("mixer", ["gla_conv", "gated_delta_net", "delta_net", "kda", "mamba2", "hgrn2", "hgrn2_conv"])
+def test_models_compute_the_same_with_and_without(mixer: str, even: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(mixer, torch.float32, even=even)
     ids = torch.randint(32, (2, 50), generator=torch.Generator().manual_seed(1)).cuda()
-    asked: list[str | None] = []
+    asked: dict[str, set[str | None]] = {}
+    channels: set[int] = set()
     decide = ops.declines
 
-    def watched(*arguments: object, **options: object) -> str | None:
-        asked.append(decide(*arguments, **options))  # type: ignore[arg-type]
-        return asked[-1]
+    def watched(op: str, tensors: dict[str, Tensor], **options: object) -> str | None:
+        reason = decide(op, tensors, **options)  # type: ignore[arg-type]
+        size = tensors["x"].shape[2] if op == "short_convolution" else 0
+        if size % 32 and not even:
+            assert reason == f"the channels must be a multiple of 32, not {size}"
+        else:
+            asked.setdefault(op, set()).add(reason)
+        channels.add(size)
+        return reason
 
     monkeypatch.setattr(ops, "declines", watched)
     found = gradients(model, ids)
-    assert set(asked) == {None}
+    assert len(asked) > 1 and all(reasons == {None} for reasons in asked.values()), asked
+    assert (len(channels) > 1) == (mixer != "hgrn2")
     monkeypatch.setattr(ops, "declines", lambda *_, **__: "for comparison")
     expected = gradients(model, ids)
     assert found.keys() == expected.keys()

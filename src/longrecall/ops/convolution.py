@@ -1,4 +1,7 @@
-"""Causal depthwise short convolution with a state: the last W - 1 inputs of every channel."""
+"""Causal depthwise short convolution with a state: the last W - 1 inputs of every channel.
+
+On a GPU a kernel of one pass over memory takes four taps with SiLU (triton/convolution.py); else it is a sum over taps.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longrecall.ops.normalisation import _kernel
 from longrecall.ops.packing import check_boundaries, document_mask, pack, unpack
-from longrecall.ops.padding import ends, is_at_the_end
+from longrecall.ops.padding import ends, is_at_the_end, newest
+from longrecall.ops.triton import backend as triton
 
 
 class _Taps(torch.autograd.Function):
@@ -62,6 +67,7 @@ def short_convolution(
     mask: Tensor | None = None,
     activation: str | None = "silu",
     cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Convolve each channel with its W last inputs, :math:`y_t = \sum_w weight_w x_{t-W+1+w} + bias`, then SiLU.
 
@@ -72,19 +78,23 @@ def short_convolution(
         mask: bool ``[B, T]``; False marks padding: it is skipped as if it were not there (its outputs are arbitrary).
         activation: "silu" or None.
         cu_seqlens: int ``[N + 1]``: B = 1 holds N documents, each with a state of its own (``[N, C, W - 1]``).
+        backend: "triton" or "reference"; None chooses.
 
     Returns:
         ``[B, T, C]`` and the new state ``[B, C, W - 1]``, both in the dtype of `x`.
+
+    Raises:
+        ValueError: the kernel was asked for by name and cannot serve the call.
     """
     if cu_seqlens is not None:
         check_boundaries(cu_seqlens, x.shape[1])
         y, new_state = short_convolution(
-            unpack(x, cu_seqlens), weight, bias, state=state, mask=document_mask(cu_seqlens), activation=activation
-        )
+            unpack(x, cu_seqlens), weight, bias,
+            state=state, mask=document_mask(cu_seqlens), activation=activation, backend=backend,
+        )  # fmt: skip
         return pack(y, cu_seqlens), new_state
-    batch, length, channels = x.shape
+    batch, _, channels = x.shape
     width = weight.shape[1]
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if state is None:
         state = x.new_zeros((batch, channels, width - 1))
     order = None
@@ -92,15 +102,35 @@ def short_convolution(
         # Real tokens first, in order: padding then lies after everything it could disturb.
         order = torch.argsort((~mask).to(torch.int8), dim=1, stable=True)
         x = x.gather(1, order[..., None].expand_as(x))
-    history = torch.cat([state.to(x.dtype).transpose(1, 2), x], dim=1)
-    # The taps add up in float32 and are rounded once, as in the kernels that the published models were trained with.
-    taps = weight.to(wide)
-    y = _sum_of_taps(history.to(wide), taps)
-    if bias is not None:
-        y = y + bias.to(wide)
-    y = (F.silu(y) if activation == "silu" else y).to(x.dtype)
-    if mask is None:
-        return y, history[:, length:].transpose(1, 2)
+    before = state.to(x.dtype).transpose(1, 2)
+    fused = _kernel("short_convolution", backend, {"x": x, "weight": weight}, activation=activation)
+    if fused:
+        y = triton.short_convolution(x, weight, bias, state)
+        # The last inputs are found without a copy of all.
+        recent = None if mask is None else newest(mask, width - 1)
+        last = x[:, 1 - width :] if recent is None else _picked(x, recent.tokens)
+        history, places = torch.cat([before, last], dim=1), None if recent is None else recent.inputs
+    else:
+        history = torch.cat([before, x], dim=1)
+        y, places = _convolved(history, weight, bias, activation), None if mask is None else ends(mask, width - 1)
     if order is not None:
         y = torch.empty_like(y).scatter(1, order[..., None].expand_as(y), y)
-    return y, history.gather(1, ends(mask, width - 1)[..., None].expand(-1, -1, channels)).transpose(1, 2)
+    new_state = history[:, history.shape[1] - width + 1 :] if places is None else _picked(history, places)
+    return y, new_state.transpose(1, 2)
+
+
+def _picked(x: Tensor, places: Tensor) -> Tensor:
+    """Tokens ``[B, N]`` of x ``[B, T, C]``."""
+    return x.gather(1, places[..., None].expand(-1, -1, x.shape[2]))
+
+
+def _convolved(history: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """The definition, of inputs ``[B, W - 1 + T, C]``.
+
+    The taps add up in float32 and are rounded once, as in the kernels that the published models were trained with.
+    """
+    wide = torch.float64 if history.dtype == torch.float64 else torch.float32
+    y = _sum_of_taps(history.to(wide), weight.to(wide))
+    if bias is not None:
+        y = y + bias.to(wide)
+    return (F.silu(y) if activation == "silu" else y).to(history.dtype)

@@ -8,7 +8,7 @@ on a GPU from 16 rows on; under torch.compile they stand back, as it fuses the d
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def rms_norm(
         ValueError: the kernel was asked for by name and cannot serve the call.
     """
     dtype = dtype or x.dtype
-    if _kernel("rms_norm", backend, {"x": x, "weight": weight}, groups):
+    if _kernel("rms_norm", backend, {"x": x, "weight": weight}, groups=groups):
         normed: Tensor = triton.add_rms_norm(x, None, weight, eps, dtype, groups)[1]
         return normed
     return _normed(x, eps, groups, weight).to(dtype)
@@ -65,7 +65,7 @@ def add_rms_norm(
     """x + update in the dtype of x (x itself without an update), and the `rms_norm` of that; all else as there."""
     dtype = dtype or x.dtype
     tensors = {"x": x, "weight": weight, "update": update}
-    if _kernel("rms_norm", backend, tensors, groups):
+    if _kernel("rms_norm", backend, tensors, groups=groups):
         both: tuple[Tensor, Tensor] = triton.add_rms_norm(x, update, weight, eps, dtype, groups)
         return both
     stream = x if update is None else x + update
@@ -100,7 +100,7 @@ def gated_rms_norm(
         ValueError: the kernel was asked for by name and cannot serve the call.
     """
     dtype = dtype or x.dtype
-    if _kernel("gated_rms_norm", backend, {"x": x, "gate": gate, "weight": weight}, groups):
+    if _kernel("gated_rms_norm", backend, {"x": x, "gate": gate, "weight": weight}, groups=groups):
         out: Tensor = triton.gated_rms_norm(x, gate, weight, eps, kind, dtype, groups)
         return out
     wide = x if x.dtype == torch.float64 else x.float()
@@ -128,7 +128,7 @@ def gated_norm_projection(
     The kernels keep x and the gate for the backward pass, and make the normed rows again.
     """
     dtype = dtype or x.dtype
-    if _kernel("gated_rms_norm", backend, {"x": x, "gate": gate, "weight": weight}, groups):
+    if _kernel("gated_rms_norm", backend, {"x": x, "gate": gate, "weight": weight}, groups=groups):
         # What is multiplied has its dtype already, that of autocast where it is on; the matrix has to follow it.
         with torch.autocast(x.device.type, enabled=False):
             out: Tensor = triton.gated_norm_projection(x, gate, weight, matrix.to(dtype), eps, kind, dtype, groups)
@@ -165,10 +165,10 @@ def _normed(x: Tensor, eps: float, groups: int, weight: Tensor) -> Tensor:
     return (normed if groups == 1 else normed.flatten(-2)) * weight
 
 
-def _kernel(op: str, backend: str | None, tensors: dict[str, Tensor | None], groups: int = 1) -> bool:
+def _kernel(op: str, backend: str | None, tensors: dict[str, Tensor | None], **options: Any) -> bool:
     """Whether the kernel serves a call; ValueError where it was asked for by name and cannot."""
     if backend == "triton":
-        reason = triton.declines(op, tensors, groups=groups)
+        reason = triton.declines(op, tensors, **options)
         if reason is not None:
             raise ValueError(f'backend "triton" cannot serve this call of {op}: {reason}')
         return True
@@ -176,10 +176,10 @@ def _kernel(op: str, backend: str | None, tensors: dict[str, Tensor | None], gro
         if backend != "reference":
             raise ValueError(f'unknown backend "{backend}" of {op}; there are reference, triton')
         return False
-    return declines(op, tensors, groups) is None
+    return declines(op, tensors, **options) is None
 
 
-def declines(op: str, tensors: dict[str, Tensor | None], groups: int = 1) -> str | None:
+def declines(op: str, tensors: dict[str, Tensor | None], **options: Any) -> str | None:
     """Why a call that may choose is left to plain torch, in words; None = the kernel serves it.
 
     LONGRECALL_BACKEND in the environment, where it names other backends, holds here too.
@@ -195,4 +195,4 @@ def declines(op: str, tensors: dict[str, Tensor | None], groups: int = 1) -> str
         return "the tensors are not on a GPU"
     if x.numel() < FEWEST_ROWS * x.shape[-1] or not x.numel():
         return f"fewer than {FEWEST_ROWS} rows are left to plain torch"
-    return triton.declines(op, tensors, groups=groups)
+    return triton.declines(op, tensors, **options)

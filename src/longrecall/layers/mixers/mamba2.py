@@ -102,15 +102,16 @@ class Mamba2(nn.Module):
         if config.time_step_limit != (0.0, None):
             step = step.clamp(*config.time_step_limit)
         step = mask_tokens(step, mask)
+        # Below they meet `wide` numbers, so products of them are wide without a wide copy of theirs.
         values = values.unflatten(-1, (-1, config.head_dim))
         y, final = gated_linear_attention(
             c.unflatten(-1, (config.groups, -1)),
             b.unflatten(-1, (config.groups, -1)),
-            values.to(wide) * step[..., None],
+            values * step[..., None],
             -step * self.A_log.to(wide).exp(),
             scale=1.0,
             initial_state=None if state is None else state["recurrent"],
         )
-        y = torch.addcmul(y, values.to(wide), self.D.to(wide)[:, None]).flatten(-2)
+        y = torch.addcmul(y, values, self.D.to(wide)[:, None]).flatten(-2)
         projected = project_gated(y, self.norm, z, self.out_proj, operand_dtype(x), "silu_before")
         return projected, {"recurrent": final, "conv": conv_state}

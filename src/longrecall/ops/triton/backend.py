@@ -27,6 +27,7 @@ MODULES = {
     "gated_rms_norm": "normalisation",
     "silu_product": "gating",
     "delta_gates": "gates",
+    "short_convolution": "convolution",
 }
 """Ops that have kernels, and the module of each."""
 
@@ -144,6 +145,13 @@ def delta_gates(*inputs: Any) -> tuple[Tensor, Tensor]:
     """`gates.delta_gates`."""
     log_decay, beta = _module("delta_gates").delta_gates(*inputs)
     return log_decay, beta
+
+
+@torch.compiler.disable
+def short_convolution(*inputs: Any) -> Tensor:
+    """`convolution.short_convolution`."""
+    out: Tensor = _module("short_convolution").short_convolution(*inputs)
+    return out
 
 
 @torch.compiler.disable
