@@ -5,7 +5,7 @@
 
 Medians of CUDA events in milliseconds; peaks in GiB count what is allocated before (weights, inputs). A layer has
 d 1024, 8 heads of 128 and reads 8 x 4096 tokens in bfloat16 unless the options say otherwise. A peer's layer is ours
-with its kernel in place of the recurrence and plain torch around it. What cannot run is a row with its error.
+with its kernel in place of the recurrence. What cannot run is a row with its error.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from longrecall.ops import gated_delta_rule
 from longrecall.ops.subheads import subhead_delta_rule
 
 HEADS, WIDTH, HIDDEN = 8, 128, 1024
+DEVICE = "cuda"
 
 
 def peers() -> dict[str, Callable[..., tuple[Tensor, Tensor]]]:
@@ -126,32 +127,37 @@ def kernels_of_backward(rows: Rows, factor: int, scale: float, tensors: tuple[Te
         )
 
 
-def layers(rows: Rows, size: tuple[int, int], factors: list[int]) -> None:
-    """The whole Gated DeltaNet layer, output gate and projections included."""
+def layers(rows: Rows, size: tuple[int, int], factors: list[int], others: tuple[int, ...] | None = None) -> None:
+    """The whole Gated DeltaNet layer, output gate and projections included; peers' kernels at E in `others` [all]."""
     for factor in factors:
-        expansion = {"expansion": {"kind": "headwise", "factor": factor}} if factor > 1 else {}
-        config = {"num_heads": HEADS, "key_dim": WIDTH, "value_dim": WIDTH, **expansion}
-        torch.manual_seed(0)
-        layer = GatedDeltaNetConfig.from_dict(config).build(HIDDEN).cuda().bfloat16()
-        x = torch.randn(*size, HIDDEN, device="cuda").bfloat16()
-        position = torch.zeros(size[0], dtype=torch.long, device="cuda")
-        leaves = [x, *layer.parameters()]
+        for name in ("ours", *(peers() if others is None or factor in others else ())):
+            # A layer of its own for each row, so that a peak counts nothing that another row has left.
+            rows.measure(f"layer E={factor} {name}", lambda e=factor, n=name: timed(*layer(size, e, n)))
+            torch.cuda.empty_cache()
 
-        def ours(layer: Any = layer, x: Tensor = x, position: Tensor = position) -> Tensor:
-            return layer(x, None, mask=None, position=position)[0]
 
-        rows.measure(f"layer E={factor} ours", lambda f=ours, x=leaves: timed(f, x))
-        for name, rule in peers().items():
+def layer(size: tuple[int, int], factor: int, name: str) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """The forward of one layer with "ours" or a peer's recurrence, and what its backward takes gradients of."""
+    expansion = {"expansion": {"kind": "headwise", "factor": factor}} if factor > 1 else {}
+    config = {"num_heads": HEADS, "key_dim": WIDTH, "value_dim": WIDTH, **expansion}
+    torch.manual_seed(0)
+    mixer = GatedDeltaNetConfig.from_dict(config).build(HIDDEN).to(DEVICE, torch.bfloat16)
+    x = torch.randn(*size, HIDDEN, device=DEVICE).bfloat16()
+    position = torch.zeros(size[0], dtype=torch.long, device=DEVICE)
 
-            def with_peer(layer: Any = layer, x: Tensor = x, rule: Callable = rule) -> Tensor:
-                projected = layer.projections(x)
-                q, k, v, _ = layer.heads(projected, x, None, None)
-                q, k = l2_normalise(q.float()).bfloat16(), l2_normalise(k.float()).bfloat16()
-                beta, decay = projected["b"].float().sigmoid(), layer.log_decay(projected)
-                return layer.output(rule(q, k, layer.share_values(v), decay, beta)[0], projected, x.dtype)
+    rule = None if name == "ours" else peers()[name]
 
-            rows.measure(f"layer E={factor} {name}", lambda f=with_peer, x=leaves: timed(f, x))
-        del layer, x, leaves, ours
+    def ours() -> Tensor:
+        return mixer(x, None, mask=None, position=position)[0]
+
+    def with_peer() -> Tensor:
+        projected = mixer.projections(x)
+        q, k, v, _ = mixer.heads(projected, x, None, None)
+        q, k = l2_normalise(q.float()).bfloat16(), l2_normalise(k.float()).bfloat16()
+        decay, beta = mixer.gates(projected)
+        return mixer.output(rule(q, k, mixer.share_values(v), decay, beta)[0], projected, x.dtype)
+
+    return ours if rule is None else with_peer, [x, *mixer.parameters()]
 
 
 def main() -> None:

@@ -1,16 +1,17 @@
 """Recurrences and whole layers on one GPU: forward, forward+backward and peak memory, ours beside peers.
 
-    python benchmarks/gpu_layers.py --only linear --out benchmarks/results/gpu_layers.json
+    python benchmarks/gpu_layers.py --only linear layers --out benchmarks/results/gpu_layers.json
 
 bfloat16, B 8, T 4096, medians of CUDA events. "TFLOP/s" counts the products that the chunked form needs at chunks of
-64. Peers (flash-linear-attention) are timed where they can be imported; `--slow-peers` adds those that tune themselves
-for minutes.
+64. Peers (flash-linear-attention, FlashQLA) are timed where they can be imported, and a row says why where they cannot;
+`--slow-peers` adds those that tune themselves for minutes. fla runs its own kernels (FLA_FLASH_QLA=0).
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrecall.layers.mixers.registry import mixer_config
-from longrecall.ops import gated_linear_attention, merged_linear_attention, selective_scan
+from longrecall.ops import gated_linear_attention, merged_linear_attention, peers, selective_scan
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_timing import Rows, median_ms, peak_gib
@@ -143,6 +144,18 @@ def linear_layers(rows: Rows, args: argparse.Namespace) -> None:
         rows.measure(f"layer {name}, larger state", lambda larger=larger, measure=measure: measure(larger, "larger"))
 
 
+def delta_layers(rows: Rows, args: argparse.Namespace) -> None:
+    """Gated DeltaNet of d 1024, 8 heads of 128, at 8 x 4096: ours at E = 1 to 16, peers' at 1 and 8, and attention."""
+    import gpu_peer_kernels
+    import gpu_peers
+
+    os.environ["FLA_FLASH_QLA"] = "0"
+    for name in peers.PEERS:
+        rows.add(f"backend {name}", reason=peers.unavailable(name))
+    gpu_peer_kernels.shorter_tuning()
+    gpu_peers.beside(rows, lambda: 600.0, factors=(1, 2, 4, 8, 16))
+
+
 def scan_ops(rows: Rows, args: argparse.Namespace) -> None:
     """Mamba's selective scan with 16 numbers a channel, in float32 as in its layer: small models, and one of 130M."""
 
@@ -169,7 +182,8 @@ def layer(description: dict[str, Any], batch: int, length: int, width: int) -> d
 
 
 SECTIONS: dict[str, list[Callable[[Rows, argparse.Namespace], None]]] = {
-    "linear": [linear_ops, linear_peers, linear_layers],
+    "layers": [linear_layers, delta_layers],
+    "linear": [linear_ops, linear_peers],
     "scan": [scan_ops],
 }
 

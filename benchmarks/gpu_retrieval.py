@@ -6,14 +6,19 @@ Models of 1.3 to 1.5 billion random bf16 weights: GLA, Mamba-2 and Gated DeltaNe
 first, middle and last layer (chunks of 64 tokens, 4 of them a token), and a softmax Transformer of the same size.
 "overhead" is the time over that of the same model without retrieval, less 1. Reading is what `generate()` does with a
 prompt: captured segments where the state allows them, one forward pass that keeps the state where not ("captured" says
-which). Continuing is `generate()` from that state: the choice of the token and the loop around it included.
+which); its peak memory is that of one model alone. Continuing is `generate()` from that state: the choice of the token
+and the loop around it included, the median of rounds in which both models take turns ("spread": largest less smallest,
+over the median).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +41,8 @@ LENGTHS = {2048: 10, 8192: 5, 32768: 2, 131072: 1}
 LONGEST_ATTENTION_REPEATED = 32768
 """A Transformer reads longer texts once, without a warm-up: that takes seconds, and nothing is compiled for it."""
 CONTINUED = 128
+ROUNDS = 5
+"""Continuations of each model, in turn with those of the other, so that a busy host is as busy for both."""
 RETRIEVAL = {"type": "retrieval", "chunk": 64, "top_k": 4, "blend": "input", "alpha": 0.5}
 GLA = {"type": "gla", "num_heads": 4, "key_dim": 256, "value_dim": 512}
 MAMBA2 = {"type": "mamba2", "inner_dim": 4096, "head_dim": 64, "state_dim": 128}
@@ -69,9 +76,19 @@ def build(config: RecurrentConfig) -> RecurrentLM:
 
 @dataclass
 class Read:
-    """The state after a text, kept for its continuation."""
+    """The state after a text, kept for its continuation, and the memory that the model and all it keeps take."""
 
     state: RecurrentState | None = None
+    held: int = 0
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Memory that is taken inside, or given back, is this model's."""
+        before = torch.cuda.memory_allocated()
+        try:
+            yield
+        finally:
+            self.held += torch.cuda.memory_allocated() - before
 
 
 @torch.inference_mode()
@@ -93,61 +110,88 @@ def reading(model: RecurrentLM, length: int, repeats: int, warmup: int, kept: Re
 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    milliseconds = median_ms(once, repeats=repeats, warmup=warmup)
-    return {"ms": milliseconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30, "captured": captured}
+    others = torch.cuda.memory_allocated() - kept.held
+    with kept.counting():
+        milliseconds = median_ms(once, repeats=repeats, warmup=warmup)
+    peak = torch.cuda.max_memory_allocated() - others
+    return {"ms": milliseconds, "peak_gib": peak / 2**30, "captured": captured}
 
 
 @torch.inference_mode()
-def continuing(model: RecurrentLM, kept: Read) -> dict[str, Any]:
-    """Time of generate() for `CONTINUED` tokens after the text and one more, by the clock, less that for one."""
-    state = kept.state
-    if state is None:
-        return {"error": "the text was not read"}
-    ids = torch.zeros((1, 1), dtype=torch.long, device="cuda")
-    mask = torch.ones((1, state.length + 1), dtype=torch.long, device="cuda")
+def continuing(models: dict[str, RecurrentLM], kept: dict[str, Read]) -> dict[str, dict[str, Any]]:
+    """Median time of generate() for `CONTINUED` tokens after the text and one more, by the clock, less that for one."""
     options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
-    def timed(count: int) -> float:
+    def timed(name: str, count: int) -> float:
+        state = kept[name].state
+        assert state is not None
+        ids = torch.zeros((1, 1), dtype=torch.long, device="cuda")
+        mask = torch.ones((1, state.length + 1), dtype=torch.long, device="cuda")
         torch.cuda.synchronize()
         began = time.perf_counter()
-        model.generate(ids, attention_mask=mask, past_key_values=state, max_new_tokens=count, **options)
+        models[name].generate(ids, attention_mask=mask, past_key_values=state, max_new_tokens=count, **options)
         torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    # The first call captures or compiles what it can; what is captured depends on the number of tokens.
-    timed(2 if why_no_graph(model) else CONTINUED + 1)
-    seconds = timed(CONTINUED + 1) - timed(1)
-    return {"ms": 1e3 * seconds, "ms_per_token": 1e3 * seconds / CONTINUED}
+    found: dict[str, list[float]] = {name: [] for name in models if kept[name].state is not None}
+    for name in found:
+        # The first call captures or compiles what it can; what is captured depends on the number of tokens.
+        with kept[name].counting():
+            timed(name, CONTINUED + 1)
+    for _ in range(ROUNDS):
+        for name, seconds in found.items():
+            seconds.append(timed(name, CONTINUED + 1) - timed(name, 1))
+    values = {}
+    for name, seconds in found.items():
+        milliseconds = 1e3 * statistics.median(seconds)
+        spread = (max(seconds) - min(seconds)) / statistics.median(seconds)
+        values[name] = {"ms": milliseconds, "ms_per_token": milliseconds / CONTINUED, "spread": spread}
+    return values
 
 
-def measure(rows: Rows, name: str, config: RecurrentConfig, plain: dict[str, float]) -> None:
-    """All rows of one model; `plain` holds the times without retrieval, or is filled with them."""
-    model, kept, first = build(config), Read(), not plain
-    attention = config.layer_configs()[0].mixer.type == "attention"
-    rows.add(f"{name}: size", parameters=sum(p.numel() for p in model.parameters()))
+def measure(rows: Rows, configs: dict[str, RecurrentConfig]) -> None:
+    """All rows of the models `configs`; "overhead" is over the first of them."""
+    kept = {name: Read() for name in configs}
+    models = {}
+    for name, config in configs.items():
+        with kept[name].counting():
+            models[name] = build(config)
+    attention = "attention" in [layer.mixer.type for layer in next(iter(configs.values())).layer_configs()]
+    for name, model in models.items():
+        rows.add(f"{name}: size", parameters=sum(p.numel() for p in model.parameters()))
     for length, repeats in LENGTHS.items():
         once = attention and length > LONGEST_ATTENTION_REPEATED
         began = time.perf_counter()
-        for part in ("reading", "continuing"):
+        first: float | None = None
+        for name, model in models.items():
 
-            def work(
-                part: str = part, length: int = length, repeats: int = repeats, once: bool = once
-            ) -> dict[str, Any]:
-                if part == "continuing":
-                    values = continuing(model, kept)
-                else:
-                    values = reading(model, length, 1 if once else repeats, 0 if once else 1, kept)
-                key = f"{part} {length}"
-                if first and "ms" in values:
-                    plain[key] = values["ms"]
-                elif key in plain and "ms" in values:
-                    values["overhead"] = values["ms"] / plain[key] - 1
-                return values
+            def read(
+                model: RecurrentLM = model, length: int = length, repeats: int = repeats, once: bool = once,
+                kept: Read = kept[name],
+            ) -> dict[str, Any]:  # fmt: skip
+                nonlocal first
+                values = reading(model, length, 1 if once else repeats, 0 if once else 1, kept)
+                if first is None:
+                    first = values["ms"]
+                return values | ({} if model is next(iter(models.values())) else {"overhead": values["ms"] / first - 1})
 
-            rows.measure(f"{name}: {part} {'' if part == 'reading' else 'after '}{length}", work)
+            rows.measure(f"{name}: reading {length}", read)
+        try:
+            found = continuing(models, kept)
+        except RuntimeError as error:
+            torch.cuda.empty_cache()
+            found = {name: {"error": str(error)} for name in models}
+        times = [values.get("ms") for values in found.values()]
+        for name, values in found.items():
+            if values.get("ms") != times[0] and times[0]:
+                values["overhead"] = values["ms"] / times[0] - 1
+            rows.add(f"{name}: continuing after {length}", **values)
         print(f"  {time.perf_counter() - began:.1f} s", flush=True)
-        kept.state = None
-    model.captured_steps.clear()
+        for one in kept.values():
+            with one.counting():
+                one.state = None
+    for model in models.values():
+        model.captured_steps.clear()
 
 
 def main() -> None:
@@ -158,14 +202,11 @@ def main() -> None:
     args = parser.parse_args()
     rows = Rows("gpu_retrieval", args.out)
     for name in args.models.split(","):
-        plain: dict[str, float] = {}
         config = published(name)
-        measure(rows, name, config, plain)
-        torch.cuda.empty_cache()
-        measure(rows, f"{name} with retrieval", with_retrieval(config), plain)
+        measure(rows, {name: config, f"{name} with retrieval": with_retrieval(config)})
         torch.cuda.empty_cache()
     if not args.no_attention:
-        measure(rows, "transformer_1.5b", published("transformer_1.5b"), {})
+        measure(rows, {"transformer_1.5b": published("transformer_1.5b")})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def test_in_one_piece_as_in_blocks(length: int, monkeypatch: pytest.MonkeyPatch)
     q = torch.randn(2, length, 4, 16, generator=generator, dtype=torch.float64)
     k, v = (torch.randn(2, length, 2, 16, generator=generator, dtype=torch.float64) for _ in range(2))
     positions = torch.arange(length).expand(2, -1)
-    expected = CONFIG.build(32)._attend(q, k, v, positions, positions)
+    expected = CONFIG.build(32).attend(q, k, v, positions, positions)
     torch.testing.assert_close(attend_causally(q, k, v), expected, rtol=1e-12, atol=1e-12)
 
 

@@ -12,6 +12,8 @@ from longrecall.models.prefill import SEGMENT, read_prompt
 from longrecall.models.recurrent_lm import RecurrentLM
 from tests.conftest import MIXERS
 from tests.models.test_decoding import FIXED, model_of
+from tests.models.test_decoding_attention import LAYERS
+from tests.models.test_decoding_attention import model_of as attention_model
 from tests.models.test_decoding_retrieval import model_of as retrieval_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -176,3 +178,14 @@ def test_weights_changed_in_place_are_seen() -> None:
     changed.decoding.graphs = False
     after = generate(model)
     assert torch.equal(after, generate(changed)) and not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_attention_gives_the_same_tokens_as_without_a_graph(name: str) -> None:
+    model = attention_model(name).cuda()
+    model.decoding.graphs = False
+    expected = generate(model)
+    model.decoding.graphs = True
+    assert torch.equal(generate(model), expected)
+    assert torch.equal(generate(model), expected)
+    assert ("step", 3, None, 4096) in model.captured_steps

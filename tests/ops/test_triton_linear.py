@@ -124,6 +124,12 @@ def test_low_precision(case: str, dtype: torch.dtype, tolerance: float) -> None:
     check(op, inputs, tolerance)
 
 
+def test_many_heads_of_narrow_states_have_wide_tiles_of_keys() -> None:
+    op, inputs = make("grouped", 40, torch.bfloat16, sizes=(1, 2, 140, 9))
+    # Two tiles of keys where chunks are walked, three where gradients of keys add up; rounding as above.
+    check(op, keep_wide(inputs), 3e-2)
+
+
 def test_values_may_be_wider_than_queries() -> None:
     """Mamba-2 multiplies its values by a float32 step: the output stays float32, products round to bfloat16."""
     op, inputs = make("grouped", 20, torch.bfloat16, sizes=(1, 2, 8, 9))

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 launch = pytest.importorskip("longrecall.ops.triton.launch")
 
 from longrecall.layers.tokens import EMBEDDING_EPS  # noqa: E402
-from longrecall.ops.triton import decoding_recurrence, retrieval_decoding  # noqa: E402
+from longrecall.ops.reference_retrieval import selected_attention  # noqa: E402
+from longrecall.ops.triton import decoding_recurrence, retrieval_decoding, small_products  # noqa: E402
 from longrecall.ops.triton.decoding_recurrence import Gate, recurrence  # noqa: E402
 
 DEVICE = "cpu" if launch.interpreting() else "cuda"
@@ -56,6 +57,18 @@ def expected_step(
         written = torch.sigmoid(beta.double())[..., None] * (v - torch.einsum("bhk,bhkv->bhv", k, S))
     S = S + k[..., None] * written[..., None, :]
     return 0.3 * torch.einsum("bhk,bhkv->bhv", q, S), S
+
+
+@pytest.mark.parametrize("counts", [[5], [3, 1, 20], [8, 9, 1, 17, 2, 16, 4, 7, 5, 6]], ids=len)
+def test_projections_of_the_normed_stream(counts: list[int]) -> None:
+    """One launch for up to nine weights, each of any number of rows."""
+    x, norm = randn(1, 2, 24), 1 + randn(2, 24)
+    weights = [randn(3 + index, count, 24) for index, count in enumerate(counts)]
+    found = small_products.norm_and_project(x, norm, 1e-6, weights)
+    normed = (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * norm).double()
+    for y, weight in zip(found, weights, strict=True):
+        # float32 sums of 24 products in another order.
+        torch.testing.assert_close(y.double(), normed @ weight.double().T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +124,22 @@ def test_a_state_in_bfloat16(delta: bool) -> None:
     torch.testing.assert_close(state.double(), S, rtol=2**-7, atol=1e-6)
 
 
-def test_few_states_get_narrow_tiles() -> None:
-    tile = decoding_recurrence._tile
-    assert tile(256, 512, 4, 132, delta=False, channel=True) == (256, 16, 4)
-    assert tile(256, 512, 256, 132, delta=False, channel=True) == (256, 32, 4)
-    assert tile(128, 512, 256, 132, delta=False, channel=True) == (64, 64, 2)
-    assert tile(128, 64, 4096, 132, delta=False, channel=False) == (128, 64, 4)
+def test_tiles_by_width_number_and_dtype_of_states() -> None:
+    def tile(*sizes: int, delta: bool = False, channel: bool = False, narrow: bool = False) -> tuple[int, int, int]:
+        return decoding_recurrence._tile(*sizes, delta=delta, channel=channel, narrow=narrow)
+
+    # Too few programs otherwise.
+    assert tile(256, 512, 4, 132, channel=True) == (256, 16, 4)
+    assert tile(256, 512, 256, 132, channel=True) == (256, 32, 4)
+    assert tile(256, 2048, 256, 132, channel=True) == (256, 64, 4)
+    assert tile(256, 512, 256, 132, channel=True, narrow=True) == (64, 64, 2)
+    assert tile(256, 2048, 256, 132, channel=True, narrow=True) == (128, 64, 2)
+    assert tile(128, 512, 256, 132, channel=True) == (64, 64, 2)
+    assert tile(128, 64, 4096, 132) == (128, 64, 4)
     # The delta rule holds all keys of a head, and 32 KiB of float32 at most.
-    assert tile(128, 128, 8, 132, delta=True, channel=False) == (128, 64, 4)
-    assert tile(1024, 128, 8, 132, delta=True, channel=False) == (1024, 16, 4)
+    assert tile(128, 128, 8, 132, delta=True) == (128, 64, 4)
+    assert tile(1024, 128, 8, 132, delta=True) == (1024, 16, 4)
+    assert tile(128, 128, 8, 132, delta=True, narrow=True) == (128, 32, 2)
 
 
 CHUNK, WIDTH, ROOM = 3, 10, 400
@@ -141,51 +161,49 @@ def retrieved(position: list[int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("candidates", "count"), [(8, 4), (5, 5), (13, 9), (1, 1)])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_chunks_are_chosen(candidates: int, count: int, weighted: bool) -> None:
-    """Rows before the first chunk's end, with fewer chunks than are read, and with several blocks of chunks."""
+def test_chunks_are_chosen_and_read(
+    candidates: int, count: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows before the first chunk's end, with fewer chunks than are read, and with several spans of chunks."""
+    monkeypatch.setattr(retrieval_decoding, "SPANS", ((1 << 62, 32, 16),))
     given = retrieved([1, 7, 200, 399])
     given["vectors"][3, 70] = given["vectors"][3, 5]
     given["queries"][3] = given["vectors"][3, 5] * 2
     vectors = given["vectors"].clone()
     temperature = randn(15, 1) if weighted else None
-    chosen, local, weights, share = retrieval_decoding.choose(
-        **given, temperature=temperature, chunk=CHUNK, candidates=candidates, count=count, eps=EMBEDDING_EPS
-    )
+    choice = retrieval_decoding.choose(**given, chunk=CHUNK, candidates=candidates, eps=EMBEDDING_EPS)
+    heads, groups, width = 4, 2, 5
+    q, memory = randn(16, 4, heads * width), randn(17, 50, 2, groups, width)
+    read = retrieval_decoding.read(
+        q, given["queries"], temperature, given["position"], choice, given["tokens"], memory, CHUNK, count,
+        vectors.shape[1],
+    )  # fmt: skip
     scores = torch.einsum("be,bne->bn", F.normalize(given["queries"], dim=-1).double(), vectors.double())
     for row, at in enumerate(given["position"].tolist()):
-        ended = at // CHUNK
-        order = scores[row, :ended].argsort(descending=True, stable=True)[:candidates]
-        expected = F.pad(order[:count], (0, count - len(order[:count])), value=-1)
         # Of the two equal chunks of the last row the earlier one comes first.
-        assert chosen[row].tolist() == expected.tolist()
-        assert local[row, 0].tolist() == [slot if slot < ended else -1 for slot in range(count)]
-        if temperature is not None and weights is not None and share is not None and ended:
-            logits = scores[row, order] * temperature.double().exp()
-            real = logits[:count]
-            # float32 against float64; a row of products of 6 terms.
-            torch.testing.assert_close(weights[row, 0, : len(real)].double(), real, rtol=1e-5, atol=1e-5)
-            part = logits.softmax(0)[:count].sum()
-            torch.testing.assert_close(share[row].double(), part, rtol=1e-5, atol=1e-5)
-    assert weighted or (weights is None and share is None)
+        order = scores[row, : at // CHUNK].argsort(descending=True, stable=True)[:candidates]
+        if not len(order):
+            assert not bool(read[row].any())
+            continue
+        chunks = order[:count]
+        tokens = given["tokens"][row].long()[chunks[:, None] * CHUNK + torch.arange(CHUNK, device=DEVICE)]
+        keys, values = memory[tokens].double().unbind(2)
+        logits = scores[row, order] * (0.0 if temperature is None else temperature.double().exp())
+        found = selected_attention(
+            q[row].view(1, 1, heads, width).double(), keys.flatten(0, 1)[None], values.flatten(0, 1)[None],
+            torch.arange(len(chunks), device=DEVICE)[None, None],
+            None if temperature is None else logits[None, None, : len(chunks)], CHUNK,
+            width**-0.5,
+        ).flatten()  # fmt: skip
+        share = 1.0 if temperature is None else logits.softmax(0)[: len(chunks)].sum()
+        # float32 against float64: a softmax of at most 27 terms.
+        torch.testing.assert_close(read[row].double(), found * share, rtol=1e-5, atol=1e-5)
     # The last row's token, the 400th, ends no chunk of 3; that at 200 ends the 67th.
     changed = (given["vectors"] != vectors).any(-1).nonzero().tolist()
     assert changed == [[2, 66]]
     embedded = F.rms_norm(given["table"][given["tokens"][2, 198:201].long()], (WIDTH,), eps=EMBEDDING_EPS)
     vector = F.normalize(F.linear(embedded.mean(0), given["weight"]), dim=-1)
     torch.testing.assert_close(given["vectors"][2, 66], vector, rtol=1e-5, atol=1e-5)
-
-
-def test_keys_and_values_of_the_chosen_chunks() -> None:
-    given = retrieved([30, 399])
-    chosen = torch.tensor([[4, -1, 0], [132, 7, 50]], dtype=torch.int32, device=DEVICE)
-    weights = (randn(16, 20, WIDTH), randn(17, 20, WIDTH))
-    found = retrieval_decoding.keys_and_values(given["table"], given["tokens"], chosen, weights, CHUNK, EMBEDDING_EPS)
-    place = (chosen.clamp(min=0)[..., None] * CHUNK + torch.arange(CHUNK, device=DEVICE)).flatten(1)
-    embedded = F.rms_norm(given["table"][given["tokens"].gather(1, place).long()], (WIDTH,), eps=EMBEDDING_EPS)
-    real = (chosen >= 0).repeat_interleave(CHUNK, 1)
-    for x, weight in zip(found, weights, strict=True):
-        # Scaled before the product or after it: float32 sums of 10 terms.
-        torch.testing.assert_close(x[real], F.linear(embedded, weight)[real], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -205,5 +223,7 @@ def test_products_blended_into_the_stream(shared: bool, with_bias: bool, with_pa
     # float32 sums of two dozen terms in another order.
     torch.testing.assert_close(blended, expected, rtol=1e-4, atol=1e-5)
     total = stream + expected
-    retrieval_decoding.add_blended_products(stream, y, found, *how)
+    if shared:
+        return
+    retrieval_decoding.add_blended_products(stream, y, found, *how[1:])
     torch.testing.assert_close(stream, total, rtol=1e-4, atol=1e-5)

@@ -2,125 +2,120 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longrecall.layers.aside import Aside
 from longrecall.layers.decoding import Buffers, FewRowsStream, FusedStream, Step, Stream
 from longrecall.layers.norm import RMSNorm
 from longrecall.layers.retrieval import Retrieval
 from longrecall.layers.tokens import EMBEDDING_EPS, TokenContext
-from longrecall.ops.retrieval import selected_attention
 from longrecall.ops.triton import backend as triton
 
 WIDEST = 8192
 """Embeddings that one program of the kernels holds."""
 
+LARGEST_MEMORY = 256 << 20
+"""Bytes that keys and values of all token ids may take in a layer; beyond, plain torch forms those that are read."""
 
-class Aside(Stream):
-    """Reads another stream, and keeps a layer's output ``[B, d]`` aside instead of adding it.
-
-    The first `product` is put off: what comes after the layer may form it together with others.
-    """
-
-    def __init__(self, stream: Stream) -> None:
-        super().__init__(stream.x, stream.dtype)
-        self.stream = stream
-        self.found: Tensor | None = None
-        self.product: tuple[Tensor, Tensor] | None = None
-
-    def normed(self, norm: RMSNorm) -> Tensor:
-        return self.stream.normed(norm)
-
-    def project(self, norm: RMSNorm, weights: list[Tensor]) -> list[Tensor]:
-        return self.stream.project(norm, weights)
-
-    def add(self, y: Tensor) -> None:
-        self.found = y if self.found is None else self.found + y
-
-    def add_product(self, y: Tensor, weight: Tensor) -> None:
-        if self.found is None and self.product is None:
-            self.product = (y, weight)
-        else:
-            super().add_product(y, weight)
-
-    def result(self) -> Tensor:
-        """The layer's output ``[B, d]``, the product included that was put off."""
-        if self.product is not None:
-            self.add(F.linear(*self.product))
-            self.product = None
-        assert self.found is not None
-        return self.found
+ID_BLOCK = 16384
+"""Token ids embedded at once; only their keys and values are kept."""
 
 
-def retrieval_step(mixer: Retrieval, base: Step, tokens: Tensor, embeddings: nn.Embedding) -> Step:
+class RetrievalStep:
     """The step of a retrieval layer; `base` is that of its mixer.
 
     `tokens` int32 ``[B, room]`` holds the ids of the context, the newest at `position`; -1 fills the room. The layer's
     buffer `chunk` is ``[B, room // U, E]``: shapes do not change while the context grows.
+
+    Keys and values depend on a token's id alone, so the kernels (`fused`) look them up: `memory`
+    ``[vocab, 2, G, P]``, formed by `remember` from the weights as they are then.
     """
 
-    def step(stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor) -> None:
+    def __init__(self, mixer: Retrieval, base: Step, tokens: Tensor, embeddings: nn.Embedding, fused: bool) -> None:
+        self.mixer, self.base, self.tokens, self.embeddings = mixer, base, tokens, embeddings
+        self.inner = {"base": base}
+        self.memory: Tensor | None = None
+        if fused and _declines(mixer, embeddings, tokens.shape[1]) is None:
+            config, table = mixer.config, embeddings.weight
+            self.memory = torch.zeros((table.shape[0], 2, config.kv_heads, config.head_dim)).to(table)
+
+    def __call__(self, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor) -> None:
+        mixer, chunk = self.mixer, buffers["chunk"]
         own = {name.removeprefix("base."): tensor for name, tensor in buffers.items() if name.startswith("base.")}
-        aside = Aside(stream)
-        base(aside, norm, own, position)
-        chunk = buffers["chunk"]
-        if isinstance(stream, FusedStream) and _declines(mixer, embeddings, chunk) is None:
-            _fused(mixer, stream, norm, aside, chunk, tokens, position, embeddings.weight)
+        by_input = None if mixer.blend is None else mixer.blend.weight
+        weights = [mixer.q_proj.weight, mixer.query_encoder.weight, *([] if by_input is None else [by_input])]
+        fused = isinstance(stream, FusedStream) and self.memory is not None
+        aside = Aside(stream, weights if fused else [])
+        self.base(aside, norm, own, position)
+        if isinstance(stream, FusedStream) and self.memory is not None:
+            self._fused(stream, norm, aside, chunk, self.memory, position)
             return
-        context = TokenContext(tokens, position, tokens.shape[1], embeddings, None)
+        context = TokenContext(self.tokens, position, self.tokens.shape[1], self.embeddings, None)
         x, y = stream.normed(norm)[:, None], aside.result()[:, None]
         y, vectors = mixer.retrieve(x, y, chunk, context, None)
         chunk.copy_(vectors)
         stream.add(y[:, 0])
 
-    return step
+    def _fused(
+        self, stream: FusedStream, norm: RMSNorm, base: Aside, vectors: Tensor, memory: Tensor, position: Tensor
+    ) -> None:
+        """`Retrieval.retrieve` for one token in few launches, added to the stream; `vectors` in place.
+
+        `base` holds what the layer's mixer gave.
+        """
+        from longrecall.ops.triton import retrieval_decoding as kernels
+
+        mixer, own = self.mixer, self.mixer.blend
+        config = mixer.config
+        q, queries, *rest = base.projected(norm)
+        choice = kernels.choose(
+            self.embeddings.weight, self.tokens, position, mixer.chunk_encoder.weight, vectors, queries,
+            config.chunk, config.candidates, EMBEDDING_EPS,
+        )  # fmt: skip
+        found = kernels.read(
+            q, queries, mixer.temperature, position, choice, self.tokens, memory,
+            config.chunk, config.top_k, vectors.shape[1],
+        )  # fmt: skip
+        how = (position, config.chunk, config.alpha, None if own is None else own.bias, rest[0] if rest else None)
+        if isinstance(stream, FewRowsStream) and base.product is not None:
+            # The products before have added to `x` whatever was yet to be added.
+            kernels.add_blended_products(stream.x, base.product, (found, mixer.o_proj.weight), *how)
+        else:
+            stream.add(kernels.blend(base.result(), F.linear(found, mixer.o_proj.weight), None, *how))
 
 
-def _declines(mixer: Retrieval, embeddings: nn.Embedding, vectors: Tensor) -> str | None:
+@torch.no_grad()
+def remember(steps: Iterable[object]) -> None:
+    """Form the keys and values of every token id anew, for those of the steps that are retrieval's and look them up."""
+    looking = [(step, step.memory) for step in steps if isinstance(step, RetrievalStep) and step.memory is not None]
+    if not looking:
+        return
+    first = looking[0][0]
+    nobody = first.tokens.new_zeros(0)
+    context = TokenContext(nobody, nobody, 0, first.embeddings, None)
+    ids = torch.arange(first.embeddings.num_embeddings, device=first.tokens.device)
+    for start in range(0, len(ids), ID_BLOCK):
+        own = slice(start, start + ID_BLOCK)
+        embedded = context.embed(ids[own])
+        for step, memory in looking:
+            for place, proj in enumerate((step.mixer.k_proj, step.mixer.v_proj)):
+                memory[own, place] = proj(embedded).unflatten(-1, memory.shape[2:])
+
+
+def _declines(mixer: Retrieval, embeddings: nn.Embedding, room: int) -> str | None:
     """Why the kernels cannot serve this layer, in words; None = they can."""
     config, like = mixer.config, embeddings.weight
     if like.shape[1] > WIDEST:
         return f"embeddings are at most {WIDEST} wide; got {like.shape[1]}"
-    if not vectors.shape[1] or like.dtype != mixer.k_proj.weight.dtype or embeddings.max_norm is not None:
+    if room < config.chunk or like.dtype != mixer.k_proj.weight.dtype or embeddings.max_norm is not None:
         return "no room for a chunk, or embeddings of another kind than the layer's weights"
+    if like.shape[0] * 2 * config.kv_heads * config.head_dim * like.itemsize > LARGEST_MEMORY:
+        return f"keys and values of {like.shape[0]} token ids take more than {LARGEST_MEMORY >> 20} MiB"
     q, chosen = like.new_empty((1, 1, config.num_heads, config.head_dim)), like.new_empty((1, config.candidates))
+    vectors = like.new_empty((1, 1, config.encoder_dim))
     found = triton.declines("best_chunks", {"queries": vectors, "chosen": chosen})
     return found or triton.declines("selected_attention", {"q": q, "k": q[:, :, : config.kv_heads], "v": q})
-
-
-def _fused(
-    mixer: Retrieval,
-    stream: FusedStream,
-    norm: RMSNorm,
-    base: Aside,
-    vectors: Tensor,
-    tokens: Tensor,
-    position: Tensor,
-    table: Tensor,
-) -> None:
-    """`Retrieval.retrieve` for one token in few launches, added to the stream; `vectors` in place.
-
-    `base` holds what the layer's mixer gave.
-    """
-    from longrecall.ops.triton import retrieval_decoding as kernels
-
-    config, own = mixer.config, mixer.blend
-    by_input = None if own is None else own.weight
-    weights = [mixer.q_proj.weight, mixer.query_encoder.weight, *([] if by_input is None else [by_input])]
-    q, queries, *rest = stream.project(norm, weights)
-    chosen, local, logits, share = kernels.choose(
-        table, tokens, position, mixer.chunk_encoder.weight, vectors, queries, mixer.temperature,
-        config.chunk, config.candidates, config.top_k, EMBEDDING_EPS,
-    )  # fmt: skip
-    projections = (mixer.k_proj.weight, mixer.v_proj.weight)
-    read = kernels.keys_and_values(table, tokens, chosen, projections, config.chunk, EMBEDDING_EPS)
-    heads = (-1, config.head_dim)
-    keys, values = (x.unflatten(-1, heads) for x in read)
-    q = q[:, None].unflatten(-1, heads)
-    found = selected_attention(q, keys, values, local, logits, config.chunk, backend="triton").flatten(1)
-    how = (share, position, config.chunk, config.alpha, None if own is None else own.bias, rest[0] if rest else None)
-    if isinstance(stream, FewRowsStream) and base.product is not None:
-        # The products before have added to `x` whatever was yet to be added.
-        kernels.add_blended_products(stream.x, base.product, (found, mixer.o_proj.weight), *how)
-    else:
-        stream.add(kernels.blend(base.result(), F.linear(found, mixer.o_proj.weight), *how))

@@ -12,6 +12,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from longrecall.layers import decoding_room
+from longrecall.layers.aside import HymbaStep
+from longrecall.layers.attention_decoding import AttentionStep
 from longrecall.layers.decoding import (
     FEW_ROWS,
     FewRowsStream,
@@ -21,10 +24,13 @@ from longrecall.layers.decoding import (
     fused_step,
     plain_step,
 )
-from longrecall.layers.mixers.base import LayerState, MixerConfig
+from longrecall.layers.decoding_room import grows, with_room, without_room
+from longrecall.layers.mixers.attention import Attention
+from longrecall.layers.mixers.base import LayerState
+from longrecall.layers.mixers.hymba import Hymba
 from longrecall.layers.recording import record, recording_stream
 from longrecall.layers.retrieval import Retrieval, RetrievalConfig
-from longrecall.layers.retrieval_decoding import retrieval_step
+from longrecall.layers.retrieval_decoding import RetrievalStep, remember
 from longrecall.layers.tokens import NO_TOKEN
 from longrecall.models.prefill import LENGTHS, CapturedSegments, read_prompt, why_no_segments
 from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
@@ -34,7 +40,7 @@ KEPT_STEPS = 4
 """Captured steps and segments a model keeps, those used last."""
 
 LEAST_ROOM = 4096
-"""Tokens of context that captured work with retrieval has room for at least; more is a power of two."""
+"""Tokens of context that captured work on a growing state has room for at least; larger rooms are multiples of it."""
 
 MOST_ROOM = 131072
 """Tokens of a prompt that is read in segments by a model with retrieval: their keys and values stay in memory."""
@@ -56,11 +62,11 @@ def why_no_graph(model: RecurrentLM) -> str | None:
 def why_no_step(model: RecurrentLM) -> str | None:
     """Return which layer's state grows and cannot be given room beforehand; None when there is none.
 
-    Retrieval's can: token ids and a vector for every chunk, of a context whose largest length is known.
+    The caches of attention can, and what retrieval keeps of a context whose largest length is known.
     """
     for index, layer in enumerate(model.config.layer_configs()):
-        mixer = layer.mixer.base if isinstance(layer.mixer, RetrievalConfig) else layer.mixer
-        if grows(mixer):
+        mixer = without_room(layer.mixer)
+        if mixer is not None:
             return f"layer {index} ({mixer.type}) keeps a cache that grows with the context"
     return None
 
@@ -80,21 +86,28 @@ def why_no_room(model: RecurrentLM, columns: int) -> str | None:
     if columns > MOST_ROOM:
         return f"retrieval layers get room for {MOST_ROOM} tokens at most"
     for index, layer in enumerate(model.config.layer_configs()):
-        if isinstance(layer.mixer, RetrievalConfig) and LENGTHS[0] % layer.mixer.chunk:
-            return f"layer {index}: chunks of {layer.mixer.chunk} tokens do not fill segments of {LENGTHS[0]}"
-    return why_no_step(model)
+        mixer = layer.mixer
+        if isinstance(mixer, RetrievalConfig):
+            if LENGTHS[0] % mixer.chunk:
+                return f"layer {index}: chunks of {mixer.chunk} tokens do not fill segments of {LENGTHS[0]}"
+            mixer = mixer.base
+        if grows(mixer):
+            return f"layer {index} ({mixer.type}) keeps a cache that grows with the context"
+    return None
 
 
-def grows(mixer: MixerConfig) -> bool:
-    """Whether the state of this mixer has no fixed shape: one of its tensors is empty before the first token."""
-    return getattr(mixer, "reads_tokens", False) or any(0 in shape for shape in mixer.state_shapes().values())
+def room_for(model: RecurrentLM, state: RecurrentState, more: int) -> int:
+    """Tokens for which a step from this state on needs room, to read `more` of them; 0 where it needs none."""
+    if why_not_fixed(model) is None:
+        return 0
+    return max(state.length, 0 if state.context is None else state.context.shape[1]) + more
 
 
 class DecodingStep:
     """One token for every sequence of a batch: `load` a state, set `ids`, call it, read `logits`.
 
     Until `capture` the same work runs eagerly. `fused` layers run in Triton kernels; None = on a GPU. `room`: tokens
-    of context, those yet to come included, that a model with retrieval layers may look up; other models need none.
+    of context, those yet to come included, for a model with retrieval or attention layers; others need none.
     """
 
     def __init__(
@@ -110,24 +123,35 @@ class DecodingStep:
         self.ids = torch.zeros(batch, dtype=torch.long, device=model.device)
         self.position = torch.zeros(batch, dtype=torch.long, device=model.device)
         self.logits = torch.zeros(0, device=model.device)
-        self.columns, self.width = 0, 0
-        self.tokens = torch.full((batch, room), NO_TOKEN, dtype=torch.int32, device=model.device) if room else None
+        self.room, self.columns = room, 0
+        # Of the room: columns of caches; tokens of the context. Read since a state was loaded.
+        self.taken, self.width, self.read = 0, 0, 0
+        if not room and why_not_fixed(model) is not None:
+            raise ValueError("a model with retrieval or attention layers needs room for its context; got none")
+        looks_up = model.config.reads_tokens()
+        shape = (batch, room)
+        self.tokens = torch.full(shape, NO_TOKEN, dtype=torch.int32, device=model.device) if looks_up else None
         layers = [layer.mixer for layer in model.config.layer_configs()]
         states = (mixer.zero_state(batch, model.device, model.dtype) for mixer in layers)
         self.buffers = tuple(
-            self._buffers(_with_room(mixer, state, room)) for mixer, state in zip(layers, states, strict=True)
+            self._buffers(with_room(mixer, state, room)) for mixer, state in zip(layers, states, strict=True)
         )
         fused = model.device.type == "cuda" if fused is None else fused
         mixers = [cast(RecurrentLayer, layer).mixer for layer in model.model.layers]
         self.fused = fused
         self.steps = [self._step(mixer) for mixer in mixers]
+        self._clear()
+        remember(self.steps)
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def _step(self, mixer: torch.nn.Module) -> Step:
         if isinstance(mixer, Retrieval):
-            if self.tokens is None:
-                raise ValueError("a model with retrieval layers needs room for its context; got none")
-            return retrieval_step(mixer, self._step(mixer.base), self.tokens, self.model.model.embeddings)
+            assert self.tokens is not None
+            return RetrievalStep(mixer, self._step(mixer.base), self.tokens, self.model.model.embeddings, self.fused)
+        if isinstance(mixer, Attention):
+            return AttentionStep(mixer, self.fused)
+        if isinstance(mixer, Hymba):
+            return HymbaStep(mixer, {path: self._step(mixer.get_submodule(path)) for path in mixer.paths})
         return (fused_step(mixer) if self.fused else None) or plain_step(mixer)
 
     def _buffers(self, state: LayerState) -> dict[str, Tensor]:
@@ -143,27 +167,23 @@ class DecodingStep:
         return owned
 
     def load(self, state: RecurrentState) -> None:
-        """Copy a state of this batch size into the buffers."""
-        self.columns, self.width = state.length, 0
+        """Copy a state of this batch size into the buffers; what is formed of weights beforehand is formed anew."""
+        remember(self.steps)
+        self.columns, self.taken, self.width, self.read = state.length, 0, 0, 0
         if self.tokens is not None and state.context is not None:
             self.width = state.context.shape[1]
-            if self.width > self.tokens.shape[1]:
-                raise ValueError(f"the state's context has {self.width} tokens, the step room for {self._room()}")
+            if self.width > self.room:
+                raise ValueError(f"the state's context has {self.width} tokens, the step room for {self.room}")
             self.tokens.fill_(NO_TOKEN)[:, : self.width] = state.context
-        for buffers, layer in zip(self.buffers, state.layers, strict=True):
-            for name, tensor in layer.items():
-                # Only chunk vectors are fewer than there is room for.
-                buffers[name][:, : tensor.shape[1]].copy_(tensor)
+        for step, buffers, layer in zip(self.steps, self.buffers, state.layers, strict=True):
+            self.taken = max(self.taken, decoding_room.load(step, buffers, layer, state.position))
         self.position.copy_(state.position)
 
     def export(self) -> RecurrentState:
         """Return a copy of the buffers as a state, recurrent states in float32."""
         layers = []
-        for mixer, buffers in zip(self.model.config.layer_configs(), self.buffers, strict=True):
-            layer = {
-                name: tensor.float() if name.endswith("recurrent") else tensor.contiguous()
-                for name, tensor in buffers.items()
-            }
+        for step, mixer, buffers in zip(self.steps, self.model.config.layer_configs(), self.buffers, strict=True):
+            layer = decoding_room.export(step, buffers, self.read, self.position)
             if isinstance(mixer.mixer, RetrievalConfig):
                 layer["chunk"] = layer["chunk"][:, : self.width // mixer.mixer.chunk]
             layers.append(layer)
@@ -171,8 +191,9 @@ class DecodingStep:
         context = None if self.tokens is None else self.tokens[:, : self.width].clone()
         return RecurrentState(state.map(Tensor.clone).layers, self.position.clone(), self.columns, context)
 
-    def _room(self) -> int:
-        return 0 if self.tokens is None else self.tokens.shape[1]
+    def _clear(self) -> None:
+        for step, buffers in zip(self.steps, self.buffers, strict=True):
+            decoding_room.clear(step, buffers)
 
     def __call__(self) -> Tensor:
         """Read `ids` ``[B]``, advance the buffers, return logits ``[B, vocab]``, overwritten by the next call.
@@ -180,9 +201,9 @@ class DecodingStep:
         Raises:
             ValueError: no room for one more token of context.
         """
-        if self.tokens is not None and self.width >= self._room():
-            raise ValueError(f"the step has room for {self._room()} tokens of context, all of them read")
-        self.width += 1
+        if self.room and max(self.taken, self.width) >= self.room:
+            raise ValueError(f"the step has room for {self.room} tokens of context, all of them read")
+        self.taken, self.width, self.read = self.taken + 1, self.width + 1, self.read + 1
         if self.graph is None:
             self.logits = self._run()
         else:
@@ -193,9 +214,7 @@ class DecodingStep:
     def capture(self) -> None:
         """Record the step; the buffers are left as they were after construction (zeros)."""
         self.graph = record(self._keep_logits, 2, recording_stream(self.model.device))
-        for layer in self.buffers:
-            for tensor in layer.values():
-                tensor.zero_()
+        self._clear()
 
     def _keep_logits(self) -> None:
         self.logits = self._run()
@@ -220,28 +239,21 @@ class DecodingStep:
         return logits
 
 
-def _with_room(mixer: MixerConfig, state: LayerState, room: int) -> LayerState:
-    """The state before the first token, with room for the chunk vectors of so many tokens."""
-    if not isinstance(mixer, RetrievalConfig):
-        return state
-    chunk = state["chunk"]
-    return {**state, "chunk": chunk.new_zeros((chunk.shape[0], room // mixer.chunk, chunk.shape[2]))}
-
-
 def addresses(model: RecurrentLM) -> tuple[int, ...]:
     """Where every parameter lies: a captured step is valid as long as none has moved."""
     return tuple(parameter.data_ptr() for parameter in model.parameters())
 
 
 def _room_for(tokens: int) -> int:
-    """Room for so many tokens: a few sizes, so that what was captured serves other contexts too."""
-    return max(LEAST_ROOM, 1 << (tokens - 1).bit_length())
+    """Room for so many tokens: few sizes, so that what was captured serves other contexts too, at most 1/4 too much."""
+    unit = max(LEAST_ROOM, (1 << (tokens - 1).bit_length()) // 8)
+    return -(-tokens // unit) * unit
 
 
 def captured_step(model: RecurrentLM, batch: int, room: int = 0) -> DecodingStep:
     """Return the model's captured step for this batch size, made on first use and kept for the next calls.
 
-    `room`: the tokens that a context will have at most, for a model with retrieval layers.
+    `room`: the tokens that a context will have at most, for a model with retrieval or attention layers.
     """
     model.decoding.check()
     room = _room_for(room) if room else 0

@@ -115,13 +115,13 @@ class RecurrentGeneration(GenerationMixin):
         self, input_ids: Tensor, most: int, generation_config: Any, model_kwargs: dict[str, Any]
     ) -> tuple[DecodingStep, Tensor] | None:
         """The step after the prompt and the prompt's last logits ``[B, vocab]``; None where it cannot be captured."""
-        from longrecall.models.decoding import captured_step
+        from longrecall.models.decoding import captured_step, room_for
 
         rows, columns = input_ids.shape
         try:
             logits, state = self._read(input_ids, generation_config, model_kwargs)
-            room = [] if state.context is None else [state.context.shape[1] + most - columns]
-            step = captured_step(cast(Any, self), rows, *room)
+            room = room_for(cast(Any, self), state, most - columns)
+            step = captured_step(cast(Any, self), rows, *([room] if room else []))
         except RuntimeError as error:  # out of memory, or a driver that refuses to capture
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             warnings.warn(f"decoding without a CUDA graph, which failed: {reason}", stacklevel=2)

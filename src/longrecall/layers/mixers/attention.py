@@ -90,9 +90,8 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, LayerState]:
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new cache."""
         config = self.config
-        q, k, v = (proj(x).unflatten(-1, (-1, config.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         positions = token_positions(position, x.shape[1], mask)
-        q, k = (apply_rotary(y, positions, config.rope_theta) for y in (q, k))
+        q, k, v = self.rotated(x, positions)
         key_positions = positions if mask is None else positions.masked_fill(~mask, PADDING_POSITION)
         if state is not None:
             k, v = torch.cat([state["key"].to(k.dtype), k], dim=1), torch.cat([state["value"].to(v.dtype), v], dim=1)
@@ -101,7 +100,7 @@ class Attention(nn.Module):
         if first_text and q.is_cuda and q.dtype in FLASH_DTYPES:
             found = attend_causally(q, k, v)
         else:
-            found = self._attend(q, k, v, positions, key_positions)
+            found = self.attend(q, k, v, positions, key_positions)
         y: Tensor = self.o_proj(found.flatten(-2))
         cache = {"key": k, "value": v, "position": key_positions}
         if self.config.window is not None and mask is None and state is None:
@@ -110,10 +109,20 @@ class Attention(nn.Module):
             return y, {name: tensor[:, first:] for name, tensor in cache.items()}
         # A row that reads nothing but padding has its newest token before this segment.
         newest = positions[:, -1:] if mask is None else (position + mask.sum(1) - 1)[:, None]
-        return y, self._trim(cache, newest)
+        return y, self.trimmed(cache, newest)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Blocks of queries against the keys they may see, so that memory is linear in the context."""
+    def rotated(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x ``[B, T, d]`` at `positions` ``[B, T]`` -> queries ``[B, T, H, P]``, keys and values ``[B, T, Hkv, P]``."""
+        heads = (-1, self.config.head_dim)
+        q, k, v = (proj(x).unflatten(-1, heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = (apply_rotary(y, positions, self.config.rope_theta) for y in (q, k))
+        return q, k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
+        """Blocks of queries against the keys they may see, so that memory is linear in the context: ``[B, T, H, P]``.
+
+        `key_positions` ``[B, S]``: those of the keys; -1 = none may see it.
+        """
         if self.meta_key is not None and self.meta_value is not None:
             places = torch.arange(-self.config.meta_tokens, 0, device=k.device)[None]
             key = apply_rotary(self.meta_key[None], places, self.config.rope_theta)
@@ -133,7 +142,7 @@ class Attention(nn.Module):
             outputs.append(F.scaled_dot_product_attention(block, k, v, visible[:, None], enable_gqa=grouped))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
-    def _trim(self, state: LayerState, newest: Tensor) -> LayerState:
+    def trimmed(self, state: LayerState, newest: Tensor) -> LayerState:
         """Drop the columns that no row's window can reach any more; `newest` [B, 1]: positions of the last tokens."""
         if self.config.window is None:
             return state

@@ -158,19 +158,28 @@ def _recurrence_kernel(
     tl.store(out + (row * HEADS + head) * V + values, y, mask=in_values)
 
 
-def _tile(K: int, V: int, rows: int, processors: int, *, delta: bool, channel: bool) -> tuple[int, int, int]:
-    """Keys and values of one program, and its warps, for `rows` states; the delta rule needs all keys at once.
+def _tile(
+    K: int, V: int, rows: int, processors: int, *, delta: bool, channel: bool, narrow: bool
+) -> tuple[int, int, int]:
+    """Keys and values of one program, and its warps, for `rows` states, `narrow` ones in 16 bits.
+
+    The delta rule needs all keys at once.
 
     Measured on an H200 (benchmarks/gpu_decoding.py).
     """
     keys, values = triton.next_power_of_2(K), triton.next_power_of_2(V)
     if delta:
-        return keys, min(values, 64, max(16, 8192 // keys)), 4
+        size, warps = (4096, 2) if narrow else (8192, 4)
+        return keys, min(values, 64, max(16, size // keys)), warps
     if rows * triton.cdiv(V, 64) <= processors:
         # Too few programs to hide a load behind others: narrow ones, which read all their keys at once.
         return min(keys, 256), min(values, 16), 4
     if channel:
-        return (256, min(values, 32), 4) if keys >= 256 else (min(keys, 64), min(values, 64), 2)
+        # A row of a merged state holds the values of several heads.
+        merged = values >= 1024
+        if keys >= 256 and not narrow:
+            return 256, min(values, 64 if merged else 32), 4
+        return min(keys, 128 if merged and keys >= 256 else 64), min(values, 64), 2
     return min(keys, 128), min(values, 64), 4
 
 
@@ -215,7 +224,8 @@ def recurrence(
     batch, heads, K, V = state.shape
     out = torch.empty(batch, heads, V, device=state.device, dtype=torch.float32)
     delta = beta is not None
-    BK, BV, warps = tile or _tile(K, V, batch * heads, processors(state), delta=delta, channel=gate.kind == "channel")
+    kind = {"delta": delta, "channel": gate.kind == "channel", "narrow": state.dtype.itemsize == 2}
+    BK, BV, warps = tile or _tile(K, V, batch * heads, processors(state), **kind)
     _recurrence_kernel[(batch * heads * triton.cdiv(V, BV),)](
         q, k, v,
         *(state if x is None else x for x in (gate.raw, gate.bias, gate.A_log, skip, beta)),

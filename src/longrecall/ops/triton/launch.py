@@ -178,6 +178,23 @@ def product(a, b, total, DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.
 
 
 @triton.jit
+def softmax_step(
+    logits, value, largest, total, mixed, DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """A running softmax after more logits ``[M, N]``, -inf = not seen, and their values ``[N, D]``.
+
+    Its parts: the largest logit ``[M]``, the sum of exp(logit - largest), the sum of values ``[M, D]`` weighed by that.
+    """
+    larger = tl.maximum(largest, tl.max(logits, 1))
+    # Nothing seen yet: -inf less -inf has no value.
+    base = tl.where(larger == float("-inf"), 0.0, larger)
+    kept, shares = tl.exp(largest - base), tl.exp(logits - base[:, None])
+    total = total * kept + tl.sum(shares, 1)
+    mixed = product(shares, value, mixed * kept[:, None], DOT, UPCAST, PRECISION)
+    return larger, total, mixed
+
+
+@triton.jit
 def suffix_sum(x):
     """Sums of x from each row to the last, along axis 0."""
     return tl.sum(x, 0, keep_dims=True) - tl.cumsum(x, 0) + x

@@ -12,7 +12,7 @@ the inputs, the scores and one state per segment.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from longrecall.ops.chunked_linear import STRONGEST_DECAY
 from longrecall.ops.triton import launch
 from longrecall.ops.triton import linear_backward as backward_kernels
 from longrecall.ops.triton import linear_forward as forward_kernels
-from longrecall.ops.triton.launch import Arithmetic, arithmetic, block, product_block, unsupported
+from longrecall.ops.triton.launch import Arithmetic, arithmetic, block, unsupported
+from longrecall.ops.triton.linear_plan import Plan, plan_of
 
 CHUNK = 64
 SUB_BLOCK = 16
@@ -84,72 +85,6 @@ def _run(
     return out, final
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Sizes of a call and what its kernels are compiled for."""
-
-    batch: int
-    length: int
-    key_heads: int
-    value_heads: int
-    key_width: int
-    value_width: int
-    mode: int
-    """0 no decay, 1 per head, 2 per channel."""
-    merged: bool
-    chunk: int
-    numbers: Arithmetic
-    constants: dict[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        # One stage for float32: three products in flight at once would not fit, and take long to compile.
-        stages = 3 if self.numbers.dtype == torch.bfloat16 else 1
-        constants = {"C": self.chunk, "num_stages": stages, **self.numbers.constants()}
-        object.__setattr__(self, "constants", constants)
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.length // self.chunk)
-
-    @property
-    def pairs(self) -> int:
-        """States: pairs of a key head and a value head."""
-        return self.value_heads * (self.key_heads if self.merged else 1)
-
-    @property
-    def decays(self) -> int:
-        """Numbers in the log decay of one token."""
-        if self.mode == 2:
-            return self.key_heads * self.key_width
-        return self.key_heads if self.merged else self.value_heads
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        return (self.batch, self.pairs * self.key_width * self.value_width)
-
-    def segments(self) -> list[tuple[int, int]]:
-        """First chunk and number of chunks of each segment, so that its states fit into `SEGMENT_BYTES`."""
-        one = self.state_shape[0] * self.state_shape[1] * self.numbers.dtype.itemsize
-        step = max(1, SEGMENT_BYTES // one)
-        return [(first, min(step, self.chunks - first)) for first in range(0, self.chunks, step)]
-
-    def heads(self) -> tuple[int, ...]:
-        """Hk, Hv, R, P, K, V, W: the sizes that most kernels take, in their order."""
-        repeats = 1 if self.merged else self.value_heads // self.key_heads
-        widths = (self.key_width, self.value_width, self.decays)
-        return (self.key_heads, self.value_heads, repeats, self.pairs, *widths)
-
-    def state_constants(self, key_block: int, value_block: int) -> dict[str, Any]:
-        return {"MODE": self.mode, "MERGED": self.merged, "BK": key_block, "BV": value_block, **self.constants}
-
-
-def _plan(q: Tensor, v: Tensor, log_decay: Tensor | None, mixing: Tensor | None, chunk: int) -> _Plan:
-    mode = 0 if log_decay is None else log_decay.dim() - 2
-    batch, length, key_heads, width = q.shape
-    sizes = (batch, length, key_heads, v.shape[2], width, v.shape[3])
-    return _Plan(*sizes, mode=mode, merged=mixing is not None, chunk=chunk, numbers=arithmetic(q.dtype))
-
-
 class _LinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -163,60 +98,65 @@ class _LinearAttention(torch.autograd.Function):
         scale: float,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        q, k, v, state = (x.contiguous() for x in (q, k, v, state))
+        q, k, state = (x.contiguous() for x in (q, k, state))
+        kind, v = v.dtype, _operand(v, arithmetic(q.dtype))
         log_decay = None if log_decay is None else log_decay.contiguous()
         mixing = None if mixing is None else mixing.float().contiguous()
-        plan = _plan(q, v, log_decay, mixing, chunk)
-        decays = _decays(plan, log_decay)
+        plan = plan_of(q, v, log_decay, mixing, chunk)
+        decays, early, late = _decays(plan, q, k, log_decay)
         scores = _scores(plan, q, k, decays)
-        out, starts = torch.empty_like(v), [state]
-        for first, count in plan.segments():
-            states, final = _states(plan, k, v, decays, starts[-1], first, count)
-            _outputs(plan, q, v, decays, scores, mixing, states, out, scale, first, count)
+        out, starts = torch.empty_like(v, dtype=kind), [state]
+        for first, count in plan.segments(SEGMENT_BYTES):
+            states, final = _states(plan, late, v, decays, starts[-1], first, count)
+            _outputs(plan, early, v, decays, scores, mixing, states, out, scale, first, count)
             starts.append(final)
         final = starts.pop().view_as(state)
         ctx.save_for_backward(q, k, v, log_decay, mixing, scores, *starts)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.plan, ctx.scale, ctx.kind = plan, scale, kind
         return out, final
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, mixing, scores, *starts = ctx.saved_tensors
-        gradients = _backward(ctx.plan, ctx.scale, q, k, v, log_decay, mixing, scores, starts, d_out, d_final)
+        d_out = _operand(d_out, ctx.plan.numbers)
+        gradients = _backward(ctx.plan, ctx.scale, q, k, v, log_decay, mixing, scores, starts, d_out, d_final, ctx.kind)
         return (*gradients, None, None)
 
 
-def _key_block(plan: _Plan) -> int:
-    """Columns of a tile of keys."""
-    return product_block(plan.key_width, 64, plan.numbers.dtype)
+def _tiles(plan: Plan, constants: dict[str, Any]) -> int:
+    """Programs for one state."""
+    return int(triton.cdiv(plan.key_width, constants["BK"]) * triton.cdiv(plan.value_width, constants["BV"]))
 
 
-def _value_block(plan: _Plan, largest: int) -> int:
-    """Columns of a tile of values; float32 tiles are kept half as wide, for the sake of shared memory."""
-    dtype = plan.numbers.dtype
-    return product_block(plan.value_width, largest if dtype == torch.bfloat16 else 64, dtype)
+def _operand(x: Tensor, numbers: Arithmetic) -> Tensor:
+    """What only products read, as they round it: the same numbers, half the traffic where float32 meets bfloat16."""
+    return (x.to(numbers.dtype) if x.dtype.itemsize > numbers.dtype.itemsize else x).contiguous()
 
 
-def _decays(plan: _Plan, log_decay: Tensor | None) -> Tensor | None:
-    """Cumulative log decays inside each chunk, float32 ``[B, N * C, W]``."""
+def _decays(plan: Plan, q: Tensor, k: Tensor, log_decay: Tensor | None) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Cumulative log decays inside each chunk, float32 ``[B, N * C, W]``; queries and keys as states meet them."""
     if log_decay is None:
-        return None
+        return None, q, k
     decays = log_decay.new_empty(plan.batch, plan.chunks * plan.chunk, plan.decays, dtype=torch.float32)
     width = block(plan.decays, 64)
     grid = (plan.batch * plan.chunks, triton.cdiv(plan.decays, width))
-    sizes = (plan.length, plan.chunks, plan.decays, FLOOR)
-    forward_kernels.cumulative_kernel[grid](log_decay, decays, *sizes, C=plan.chunk, BW=width, num_warps=4)
-    return decays
+    sizes, constants = (plan.length, plan.chunks, plan.decays, FLOOR), {"C": plan.chunk, "BW": width, "num_warps": 4}
+    if plan.mode == 1:
+        forward_kernels.cumulative_kernel[grid](log_decay, decays, *sizes, **constants)
+        return decays, q, k
+    early, late = (torch.empty_like(decays, dtype=plan.numbers.dtype) for _ in range(2))
+    forward_kernels.decayed_kernel[grid](q, k, log_decay, decays, early, late, *sizes, **constants)
+    return decays, early, late
 
 
-def _scores(plan: _Plan, q: Tensor, k: Tensor, decays: Tensor | None) -> Tensor:
+def _scores(plan: Plan, q: Tensor, k: Tensor, decays: Tensor | None) -> Tensor:
     """Causal scores inside each chunk, ``[B, N * C, Hk, C]``; without the decay where it is per head."""
     shape = (plan.batch, plan.chunks * plan.chunk, plan.key_heads, plan.chunk)
     scores = q.new_empty(shape, dtype=plan.numbers.dtype)
     programs = plan.batch * plan.chunks * plan.key_heads
     sizes = (plan.length, plan.chunks, plan.key_heads, plan.key_width)
-    constants = {"BK": _key_block(plan), **plan.constants}
+    constants = {"BK": plan.key_block, **plan.constants}
     if plan.mode == 2:
         grid = (programs * (plan.chunk // SUB_BLOCK),)
         forward_kernels.channel_scores_kernel[grid](
@@ -228,30 +168,26 @@ def _scores(plan: _Plan, q: Tensor, k: Tensor, decays: Tensor | None) -> Tensor:
 
 
 def _states(
-    plan: _Plan, k: Tensor, v: Tensor, decays: Tensor | None, start: Tensor, first: int, count: int
+    plan: Plan, k: Tensor, v: Tensor, decays: Tensor | None, start: Tensor, first: int, count: int
 ) -> tuple[Tensor, Tensor]:
     """The states before each chunk of a segment and the float32 state after it."""
     states = k.new_empty(plan.batch, count, plan.state_shape[1], dtype=plan.numbers.dtype)
     final = k.new_empty(plan.state_shape, dtype=torch.float32)
-    keys, values = _key_block(plan), _value_block(plan, 128)
-    blocks = (triton.cdiv(plan.key_width, keys), triton.cdiv(plan.value_width, values))
-    owners = plan.batch * plan.pairs
-    segments = launch.segments(owners * blocks[0] * blocks[1], count, launch.processors(k))
+    constants = plan.walking()
+    owners = plan.batch * plan.pairs * _tiles(plan, constants)
+    segments = launch.segments(owners, count, launch.processors(k))
     sizes = (plan.length, plan.chunks, first, count, segments, *plan.heads())
-    constants = {**plan.state_constants(keys, values), "num_warps": 4}
     G, kept, ends = k if decays is None else decays, start, start
     if segments > 1:
         kept = final.new_empty(plan.batch, segments - 1, plan.pairs, plan.key_width)
         ends = final.new_empty(plan.batch, segments - 1, plan.state_shape[1])
-        forward_kernels.ends_kernel[(owners * (segments - 1), *blocks)](k, v, G, kept, ends, *sizes, **constants)
-    forward_kernels.states_kernel[(owners * segments, *blocks)](
-        k, v, G, start, kept, ends, states, final, *sizes, **constants
-    )
+        forward_kernels.ends_kernel[(owners * (segments - 1),)](k, v, G, kept, ends, *sizes, **constants)
+    forward_kernels.states_kernel[(owners * segments,)](k, v, G, start, kept, ends, states, final, *sizes, **constants)
     return states, final
 
 
 def _outputs(
-    plan: _Plan,
+    plan: Plan,
     q: Tensor,
     v: Tensor,
     decays: Tensor | None,
@@ -263,16 +199,16 @@ def _outputs(
     first: int,
     count: int,
 ) -> None:
-    keys, values = _key_block(plan), _value_block(plan, 128)
-    grid = (plan.batch * count * plan.value_heads, triton.cdiv(plan.value_width, values))
+    constants = plan.reading()
+    grid = (plan.batch * count * plan.value_heads, triton.cdiv(plan.value_width, constants["BV"]))
     forward_kernels.output_kernel[grid](
         q, v, q if decays is None else decays, scores, q if mixing is None else mixing, states, out, scale,
-        plan.length, plan.chunks, first, count, *plan.heads(), **plan.state_constants(keys, values), num_warps=4,
+        plan.length, plan.chunks, first, count, *plan.heads(), **constants,
     )  # fmt: skip
 
 
 def _backward(
-    plan: _Plan,
+    plan: Plan,
     scale: float,
     q: Tensor,
     k: Tensor,
@@ -283,39 +219,35 @@ def _backward(
     starts: list[Tensor],
     d_out: Tensor,
     d_final: Tensor,
+    kind: torch.dtype,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, log_decay, mixing and the initial state."""
     d_out, d_state = d_out.contiguous(), d_final.float().contiguous()
-    decays = _decays(plan, log_decay)
+    decays, early, late = _decays(plan, q, k, log_decay)
     G, M = (q if x is None else x for x in (decays, mixing))
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v, dtype=kind)
     d_scores, d_decay, d_mixing = _score_gradients(plan, v, d_out, G, scores, M, scale)
     inner = _inner_gradients(plan, q, k, G, d_scores)
     parts = _Parts.empty(plan, q, log_decay)
-    for (first, count), start in zip(reversed(plan.segments()), reversed(starts), strict=True):
-        states, _ = _states(plan, k, v, decays, start, first, count)
+    for (first, count), start in zip(reversed(plan.segments(SEGMENT_BYTES)), reversed(starts), strict=True):
+        states, _ = _states(plan, late, v, decays, start, first, count)
         gradients, before = torch.empty_like(states), torch.empty_like(d_state)
         sizes = (plan.length, plan.chunks, first, count, *plan.heads())
-        keys, values = _key_block(plan), _value_block(plan, 128)
-        grid = (plan.batch * plan.pairs, triton.cdiv(plan.key_width, keys), triton.cdiv(plan.value_width, values))
-        backward_kernels.state_gradients_kernel[grid](
-            q, d_out, G, M, d_state, gradients, before, scale, *sizes, **plan.state_constants(keys, values), num_warps=4
+        walking, reading, gradient = plan.walking(), plan.reading(), plan.key_gradients()
+        backward_kernels.state_gradients_kernel[(plan.batch * plan.pairs * _tiles(plan, walking),)](
+            early, d_out, G, M, d_state, gradients, before, scale, *sizes, **walking
         )
         d_state = before
-        value_grid = (plan.batch * count * plan.value_heads, triton.cdiv(plan.value_width, values))
-        backward_kernels.values_kernel[value_grid](
-            k, d_out, G, scores, M, gradients, dv, scale, *sizes, **plan.state_constants(keys, values), num_warps=4
-        )
-        values = _value_block(plan, 64)
-        key_grid = (plan.batch * count * plan.key_heads, triton.cdiv(plan.key_width, keys))
+        value_grid = (plan.batch * count * plan.value_heads, triton.cdiv(plan.value_width, reading["BV"]))
+        backward_kernels.values_kernel[value_grid](late, d_out, G, scores, M, gradients, dv, scale, *sizes, **reading)
+        key_grid = (plan.batch * count * plan.key_heads * triton.cdiv(plan.key_width, gradient["BK"]),)
         backward_kernels.keys_kernel[key_grid](
             q, k, v, d_out, G if log_decay is None else log_decay, G, M, d_scores, states, gradients, *inner, dq, dk,
-            parts.decay, parts.mixing, scale, FLOOR, plan.batch, *sizes,
-            **plan.state_constants(keys, values), num_warps=8,
+            parts.decay, parts.states, parts.mixing, scale, FLOOR, plan.batch, *sizes, **gradient,
         )  # fmt: skip
     if mixing is not None:
         d_mixing = d_mixing.sum((0, 1)) + parts.mixing.sum((0, 1, 2))
-    d_log_decay = parts.decay_gradient(plan, d_decay, log_decay)
+    d_log_decay = parts.decay_gradient(plan, d_decay, log_decay, G)
     return dq, dk, dv, d_log_decay, None if mixing is None else d_mixing, d_state.view(*starts[0].shape)
 
 
@@ -324,36 +256,43 @@ class _Parts:
     """Gradients to which every block of key channels adds its share; blocks write side by side, in a fixed order."""
 
     decay: Tensor
-    """``[blocks, B, N * C, P]`` for a decay per head; for one per channel the gradient itself; else unused."""
+    """``[2, blocks, B, N * C, P]``: what queries and keys give a decay per head; for one per channel its gradient."""
+    states: Tensor
+    """``[blocks, B, N, P, BK]``: what states give a decay per head; else unused."""
     mixing: Tensor
     """``[blocks, B, N, Hk, Hv]`` if merged, else unused."""
 
     @staticmethod
-    def empty(plan: _Plan, q: Tensor, log_decay: Tensor | None) -> _Parts:
-        blocks = triton.cdiv(plan.key_width, _key_block(plan))
-        decay = mixing = q
+    def empty(plan: Plan, q: Tensor, log_decay: Tensor | None) -> _Parts:
+        width = plan.key_block
+        blocks = triton.cdiv(plan.key_width, width)
+        decay = states = mixing = q
         if plan.mode == 1:
             padded = plan.chunks * plan.chunk
-            decay = q.new_empty(blocks, plan.batch, padded, plan.pairs, dtype=torch.float32)
+            decay = q.new_empty(2, blocks, plan.batch, padded, plan.pairs, dtype=torch.float32)
+            states = decay.new_empty(blocks, plan.batch, plan.chunks, plan.pairs, width)
         elif log_decay is not None:
             decay = torch.empty_like(log_decay)
         if plan.merged:
             heads = (plan.key_heads, plan.value_heads)
             mixing = q.new_empty(blocks, plan.batch, plan.chunks, *heads, dtype=torch.float32)
-        return _Parts(decay, mixing)
+        return _Parts(decay, states, mixing)
 
-    def decay_gradient(self, plan: _Plan, inner: Tensor, log_decay: Tensor | None) -> Tensor | None:
+    def decay_gradient(self, plan: Plan, inner: Tensor, log_decay: Tensor | None, decays: Tensor) -> Tensor | None:
         """Add up the shares; a decay that was taken as `FLOOR` gets none."""
         if log_decay is None or plan.mode == 2:
             return None if log_decay is None else self.decay
-        total = (self.decay.sum(0) + inner)[:, : plan.length]
-        if plan.merged:
-            total = total.unflatten(-1, (plan.key_heads, plan.value_heads)).sum(-1)
-        return torch.where(log_decay >= FLOOR, total, 0.0).to(log_decay.dtype)
+        found, width = torch.empty_like(log_decay), block(plan.decays, 32)
+        backward_kernels.decay_gradients_kernel[(plan.batch * plan.chunks, triton.cdiv(plan.decays, width))](
+            log_decay, decays, self.decay, self.states.sum((0, 4)), inner, found, FLOOR,
+            plan.batch, plan.length, plan.chunks, plan.pairs, plan.decays, self.decay.shape[1],
+            EACH=plan.pairs // plan.decays, C=plan.chunk, BW=width, num_warps=4,
+        )  # fmt: skip
+        return found
 
 
 def _score_gradients(
-    plan: _Plan, v: Tensor, d_out: Tensor, decays: Tensor, scores: Tensor, mixing: Tensor, scale: float
+    plan: Plan, v: Tensor, d_out: Tensor, decays: Tensor, scores: Tensor, mixing: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the scores, ``[B, N * C, Hk, C]``; the scores' share of dg ``[B, N * C, P]`` and of dM."""
     d_scores = torch.empty_like(scores, dtype=torch.float32)
@@ -364,22 +303,20 @@ def _score_gradients(
     if plan.merged:
         d_mixing = d_scores.new_empty(plan.batch, plan.chunks, plan.key_heads, plan.value_heads)
     sizes = plan.heads()
-    constants = plan.state_constants(16, _value_block(plan, 64))
-    del constants["BK"]
     backward_kernels.score_gradients_kernel[(plan.batch * plan.chunks * plan.key_heads,)](
         v, d_out, decays, scores, mixing, d_scores, d_decay, d_mixing, scale,
-        plan.length, plan.chunks, *sizes[:4], *sizes[5:], **constants, num_warps=4,
+        plan.length, plan.chunks, *sizes[:4], *sizes[5:], **plan.score_gradients(),
     )  # fmt: skip
     return d_scores, d_decay, d_mixing
 
 
-def _inner_gradients(plan: _Plan, q: Tensor, k: Tensor, decays: Tensor, d_scores: Tensor) -> tuple[Tensor, Tensor]:
+def _inner_gradients(plan: Plan, q: Tensor, k: Tensor, decays: Tensor, d_scores: Tensor) -> tuple[Tensor, Tensor]:
     """The scores' share of dq and dk for a decay per channel, float32 ``[B, N * C, Hk, K]``; else placeholders."""
     if plan.mode != 2:
         return q, k
     shape = (plan.batch, plan.chunks * plan.chunk, plan.key_heads, plan.key_width)
     dq, dk = q.new_empty(shape, dtype=torch.float32), k.new_empty(shape, dtype=torch.float32)
-    width = _key_block(plan)
+    width = plan.key_block
     grid = (plan.batch * plan.chunks * plan.key_heads * (plan.chunk // SUB_BLOCK), triton.cdiv(plan.key_width, width))
     sizes = (plan.length, plan.chunks, plan.key_heads, plan.key_width)
     backward_kernels.channel_gradients_kernel[grid](

@@ -16,7 +16,15 @@ import triton
 import triton.language as tl
 
 from longrecall.ops.triton.launch import kernel, product, suffix_sum
-from longrecall.ops.triton.linear_forward import chunk_decay, mixed_scores, pair_heads, state_offsets
+from longrecall.ops.triton.linear_forward import (
+    blocks_of,
+    chunk_decay,
+    decayed_tile,
+    kept_by,
+    mixed_scores,
+    pair_heads,
+    state_offsets,
+)
 
 
 @kernel
@@ -26,11 +34,11 @@ def state_gradients_kernel(
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the state after each chunk, last chunk first, and of the state before the first."""
-    place = tl.program_id(0).to(tl.int64)
+    place, key_block, value_block = blocks_of(tl.program_id(0).to(tl.int64), K, V, BK, BV)
     b = place // P
     hk, hv, dh = pair_heads(place % P, Hv, R, MERGED)
-    kk = tl.program_id(1) * BK + tl.arange(0, BK)
-    vv = tl.program_id(2) * BV + tl.arange(0, BV)
+    kk = key_block * BK + tl.arange(0, BK)
+    vv = value_block * BV + tl.arange(0, BV)
     tile = state_offsets(hk, hv, kk, vv, K, V, Hv, MERGED)
     inside = (kk < K)[:, None] & (vv < V)[None, :]
     size = P * K * V
@@ -40,19 +48,23 @@ def state_gradients_kernel(
     D = tl.load(end + b * size + tile, mask=inside, other=0.0)
     for j in range(chunks):
         i = chunks - 1 - j
-        tl.store(gradients + (b * chunks + i) * size + tile, D.to(gradients.dtype.element_ty), mask=inside)
         at = (first + i) * C
+        kept = kept_by(G, at, b, hk, kk, N, K, W, C, MODE)
+        tl.store(gradients + (b * chunks + i) * size + tile, D.to(gradients.dtype.element_ty), mask=inside)
         rows = at + tl.arange(0, C)
-        here = (rows < T)[:, None]
-        there = here & (kk < K)[None, :]
-        x = tl.load(q + ((b * T + rows[:, None]) * Hk + hk) * K + kk[None, :], mask=there, other=0.0).to(tl.float32)
-        there = here & (vv < V)[None, :]
+        x = decayed_tile(q, b, rows, hk, kk, T, N, Hk, K, C, MODE)
+        there = (rows < T)[:, None] & (vv < V)[None, :]
         dy = tl.load(do + ((b * T + rows[:, None]) * Hv + hv) * V + vv[None, :], mask=there, other=0.0)
-        if MODE > 0:
-            g, total = chunk_decay(G + b * N * C * W, hk, dh, at, kk, kk < K, K, W, C, MODE)
-            D *= tl.trans(tl.exp(total))
-            x *= tl.exp(g)
-        D = product(tl.trans(x * factor), dy, D, DOT, UPCAST, PRECISION)
+        if MODE == 2:
+            D *= kept
+            D += factor * product(tl.trans(x), dy, tl.zeros([BK, BV], tl.float32), DOT, UPCAST, PRECISION)
+        else:
+            dy = dy.to(tl.float32) * factor
+            if MODE == 1:
+                g, total = chunk_decay(G + b * N * C * W, hk, dh, at, kk, kk < K, K, W, C, MODE)
+                D *= tl.exp(total)
+                dy *= tl.exp(g)
+            D = product(tl.trans(x), dy, D, DOT, UPCAST, PRECISION)
     tl.store(start + b * size + tile, D, mask=inside)
 
 
@@ -69,23 +81,29 @@ def values_kernel(
     rows = at + tl.arange(0, C)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
     gradients += (b * chunks + i) * P * K * V
-    total_dv = tl.zeros([C, BV], tl.float32)
+    total_dv, part = tl.zeros([C, BV], tl.float32), tl.zeros([C, BV], tl.float32)
     scores = tl.zeros([C, C], tl.float32)
     low = 0 if MERGED else hv // R
     high = Hk if MERGED else hv // R + 1
     for hk in range(low, high):
         dh = hk if MERGED else hv
         scores += mixed_scores(A, M, G, b, hk, hv, dh, at, N, Hk, Hv, W, C, MODE, MERGED)
+        if MERGED and MODE == 1:
+            part = tl.zeros([C, BV], tl.float32)
         for begin in range(0, K, BK):
             kk = begin + tl.arange(0, BK)
-            there = (rows < T)[:, None] & (kk < K)[None, :]
-            keys = tl.load(k + ((b * T + rows[:, None]) * Hk + hk) * K + kk[None, :], mask=there, other=0.0)
-            if MODE > 0:
-                g, total = chunk_decay(G + b * N * C * W, hk, dh, at, kk, kk < K, K, W, C, MODE)
-                keys = keys.to(tl.float32) * tl.exp(total - g)
+            keys = decayed_tile(k, b, rows, hk, kk, T, N, Hk, K, C, MODE)
             tile = state_offsets(hk, hv, kk, vv, K, V, Hv, MERGED)
             D = tl.load(gradients + tile, mask=(kk < K)[:, None] & (vv < V)[None, :], other=0.0)
-            total_dv = product(keys, D, total_dv, DOT, UPCAST, PRECISION)
+            part = product(keys, D, part, DOT, UPCAST, PRECISION)
+        if MODE == 1:
+            # What all channels of a key head share is multiplied once, after the product.
+            g, last = chunk_decay(G + b * N * C * W, dh, dh, at, vv, vv < V, K, W, C, MODE)
+            part *= tl.exp(last - g)
+            if MERGED:
+                total_dv += part
+    if not (MERGED and MODE == 1):
+        total_dv = part
     tile = ((b * T + rows[:, None]) * Hv + hv) * V + vv[None, :]
     there = (rows < T)[:, None] & (vv < V)[None, :]
     dy = tl.load(do + tile, mask=there, other=0.0)
@@ -93,13 +111,24 @@ def values_kernel(
     tl.store(dv + tile, total_dv.to(dv.dtype.element_ty), mask=there)
 
 
+@triton.jit
+def _value_tiles(do, v, b, rows, hv, vv, T, Hv, V):
+    """Columns vv of the output's gradient and of the values of one head, zeros beyond the last token."""
+    tile = ((b * T + rows[:, None]) * Hv + hv) * V + vv[None, :]
+    there = (rows < T)[:, None] & (vv < V)[None, :]
+    return tl.load(do + tile, mask=there, other=0.0), tl.load(v + tile, mask=there, other=0.0)
+
+
 @kernel
 def score_gradients_kernel(
     v, do, G, A, M, dA, dg, dM, scale, T, N, Hk, Hv, R, P, V, W,
-    C: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr, MERGED: tl.constexpr,
+    C: tl.constexpr, BV: tl.constexpr, WHOLE: tl.constexpr, MODE: tl.constexpr, MERGED: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dA of a key head's scores, from every value head that reads it; with their share of dg (MODE 1) and dM."""
+    """dA of a key head's scores, from every value head that reads it; with what dg (MODE 1) sums of it, and dM.
+
+    WHOLE: one tile holds all values of a head; without a loop inside, the loop over heads has loads on their way.
+    """
     place = tl.program_id(0).to(tl.int64)
     b, n, hk = place // (N * Hk), (place // Hk) % N, place % Hk
     local = tl.arange(0, C)
@@ -110,13 +139,13 @@ def score_gradients_kernel(
     for j in range(Hv if MERGED else R):
         hv = j if MERGED else hk * R + j
         part = tl.zeros([C, C], tl.float32)
-        for start in range(0, V, BV):
-            vv = start + tl.arange(0, BV)
-            tile = ((b * T + rows[:, None]) * Hv + hv) * V + vv[None, :]
-            there = (rows < T)[:, None] & (vv < V)[None, :]
-            dy = tl.load(do + tile, mask=there, other=0.0)
-            values = tl.load(v + tile, mask=there, other=0.0)
+        if WHOLE:
+            dy, values = _value_tiles(do, v, b, rows, hv, tl.arange(0, BV), T, Hv, V)
             part = product(dy, tl.trans(values), part, DOT, UPCAST, PRECISION)
+        else:
+            for start in range(0, V, BV):
+                dy, values = _value_tiles(do, v, b, rows, hv, start + tl.arange(0, BV), T, Hv, V)
+                part = product(dy, tl.trans(values), part, DOT, UPCAST, PRECISION)
         part = tl.where(causal, part * scale, 0.0)
         if MODE == 1:
             g = tl.load(G + (b * N * C + rows) * W + (hk if MERGED else hv))
@@ -127,9 +156,8 @@ def score_gradients_kernel(
             part *= tl.load(M + hk * Hv + hv)
         if MODE == 1:
             both = tl.where(local[:, None] > local[None, :], part * tl.load(score_tile).to(tl.float32), 0.0)
-            share = suffix_sum(tl.sum(both, 1) - tl.sum(both, 0))
             pair = hk * Hv + hv if MERGED else hv
-            tl.store(dg + (b * N * C + rows) * P + pair, share)
+            tl.store(dg + (b * N * C + rows) * P + pair, tl.sum(both, 1) - tl.sum(both, 0))
         total += part
     tl.store(dA + ((b * N * C + rows[:, None]) * Hk + hk) * C + local[None, :], total)
 
@@ -194,12 +222,28 @@ def channel_gradients_kernel(
 
 
 @triton.jit
-def from_states(
-    x, y, do, v, G, M, states, gradients, dg, dM, scale, T, N, at, b, n, part, hk, kk, Hk, Hv, R, P, K, V, W, B,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr, MERGED: tl.constexpr,
+def _through_states(
+    part_q, part_k, part_s, do, v, states, gradients, b, rows, hk, hv, kk, vv, T, Hv, K, V, MERGED: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk through the states and, channel by channel, <S, D>; stores the share of dg (MODE 1) and of dM."""
+    """With columns vv of a state added: do S^T, v D^T and, row by row, <S, D>."""
+    dy, values = _value_tiles(do, v, b, rows, hv, vv, T, Hv, V)
+    tile = state_offsets(hk, hv, kk, vv, K, V, Hv, MERGED)
+    there = (kk < K)[:, None] & (vv < V)[None, :]
+    S = tl.load(states + tile, mask=there, other=0.0)
+    D = tl.load(gradients + tile, mask=there, other=0.0)
+    part_q = product(dy, tl.trans(S), part_q, DOT, UPCAST, PRECISION)
+    part_k = product(values, tl.trans(D), part_k, DOT, UPCAST, PRECISION)
+    return part_q, part_k, part_s + tl.sum(S.to(tl.float32) * D.to(tl.float32), 1)
+
+
+@triton.jit
+def from_states(
+    x, y, do, v, G, M, states, gradients, dg, ds, dM, scale, T, N, at, b, n, part, hk, kk, Hk, Hv, R, P, K, V, W, B,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WHOLE: tl.constexpr, MODE: tl.constexpr, MERGED: tl.constexpr,
+    DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq, dk through the states and, channel by channel, <S, D>; stores what dg (MODE 1) and dM sum up."""
     rows = at + tl.arange(0, C)
     total_q, total_k = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
     total_s = tl.zeros([BK], tl.float32)
@@ -210,65 +254,64 @@ def from_states(
         hv = j if MERGED else hk * R + j
         part_q, part_k = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
         part_s = tl.zeros([BK], tl.float32)
-        for start in range(0, V, BV):
-            vv = start + tl.arange(0, BV)
-            tile = ((b * T + rows[:, None]) * Hv + hv) * V + vv[None, :]
-            there = (rows < T)[:, None] & (vv < V)[None, :]
-            dy = tl.load(do + tile, mask=there, other=0.0)
-            values = tl.load(v + tile, mask=there, other=0.0)
-            tile = state_offsets(hk, hv, kk, vv, K, V, Hv, MERGED)
-            there = (kk < K)[:, None] & (vv < V)[None, :]
-            S = tl.load(states + tile, mask=there, other=0.0)
-            D = tl.load(gradients + tile, mask=there, other=0.0)
-            part_q = product(dy, tl.trans(S), part_q, DOT, UPCAST, PRECISION)
-            part_k = product(values, tl.trans(D), part_k, DOT, UPCAST, PRECISION)
-            part_s += tl.sum(S.to(tl.float32) * D.to(tl.float32), 1)
+        if WHOLE:
+            part_q, part_k, part_s = _through_states(
+                part_q, part_k, part_s, do, v, states, gradients, b, rows, hk, hv, kk, tl.arange(0, BV),
+                T, Hv, K, V, MERGED, DOT, UPCAST, PRECISION,
+            )  # fmt: skip
+        else:
+            for start in range(0, V, BV):
+                part_q, part_k, part_s = _through_states(
+                    part_q, part_k, part_s, do, v, states, gradients, b, rows, hk, hv, kk, start + tl.arange(0, BV),
+                    T, Hv, K, V, MERGED, DOT, UPCAST, PRECISION,
+                )  # fmt: skip
         if MODE == 1:
             g, last = chunk_decay(G + b * N * C * W, hk, hk if MERGED else hv, at, kk, kk < K, K, W, C, MODE)
+        mine, pair = part * B + b, hk * Hv + hv if MERGED else hv
         part_q *= tl.exp(g) * scale
         part_k *= tl.exp(last - g)
         if MERGED:
-            mixed = tl.sum(tl.sum(x * part_q, 1), 0)
-            tl.store(dM + (((part * B + b) * N + n) * Hk + hk) * Hv + hv, mixed)
+            mixed = tl.sum(tl.sum(x.to(tl.float32) * part_q, 1), 0)
+            tl.store(dM + ((mine * N + n) * Hk + hk) * Hv + hv, mixed)
             part_q *= tl.load(M + hk * Hv + hv)
         if MODE == 1:
-            from_keys = tl.sum(y * part_k, 1)
-            share = suffix_sum(tl.sum(x * part_q, 1)) + tl.cumsum(from_keys, 0) - from_keys
-            share += tl.sum(part_s[None, :] * tl.exp(last), 1)
-            pair = hk * Hv + hv if MERGED else hv
-            tl.store(dg + ((part * B + b) * N * C + rows) * P + pair, share)
+            # Sums over the chunk's tokens would hold up all warps once a head: `decay_gradients_kernel` takes them.
+            to_keys = dg + tl.cdiv(K, BK) * B * N * C * P
+            tl.store(dg + (mine * N * C + rows) * P + pair, tl.sum(x.to(tl.float32) * part_q, 1))
+            tl.store(to_keys + (mine * N * C + rows) * P + pair, tl.sum(y.to(tl.float32) * part_k, 1))
+            tl.store(ds + ((mine * N + n) * P + pair) * BK + tl.arange(0, BK), part_s)
         total_q += part_q
         total_k += part_k
-        total_s += part_s
+        if MODE == 2:
+            total_s += part_s
     return total_q, total_k, total_s[None, :] * tl.exp(last)
 
 
 @kernel
 def keys_kernel(
-    q, k, v, do, decay, G, M, dA, states, gradients, dq_inner, dk_inner, dq, dk, dg, dM, scale, floor,
+    q, k, v, do, decay, G, M, dA, states, gradients, dq_inner, dk_inner, dq, dk, dg, ds, dM, scale, floor,
     B, T, N, first, chunks, Hk, Hv, R, P, K, V, W,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr, MERGED: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WHOLE: tl.constexpr, MODE: tl.constexpr, MERGED: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq and dk of a block of channels of one chunk of a key head, and dg where decays are per channel."""
-    place = tl.program_id(0).to(tl.int64)
+    place, part, _ = blocks_of(tl.program_id(0).to(tl.int64), K, 1, BK, 1)
     b, i, hk = place // (chunks * Hk), (place // Hk) % chunks, place % Hk
-    part = tl.program_id(1)
     at = (first + i) * C
     local = tl.arange(0, C)
     rows = at + local
     kk = part * BK + tl.arange(0, BK)
     there = (rows < T)[:, None] & (kk < K)[None, :]
     tile = ((b * T + rows[:, None]) * Hk + hk) * K + kk[None, :]
-    x = tl.load(q + tile, mask=there, other=0.0).to(tl.float32)
-    y = tl.load(k + tile, mask=there, other=0.0).to(tl.float32)
+    x, y = tl.load(q + tile, mask=there, other=0.0), tl.load(k + tile, mask=there, other=0.0)
     offset = (b * chunks + i) * P * K * V
     total_q, total_k, total_s = from_states(
-        x, y, do, v, G, M, states + offset, gradients + offset, dg, dM, scale, T, N, at, b, first + i, part, hk, kk,
-        Hk, Hv, R, P, K, V, W, B, C, BK, BV, MODE, MERGED, DOT, UPCAST, PRECISION,
+        x, y, do, v, G, M, states + offset, gradients + offset, dg, ds, dM, scale, T, N, at, b, first + i, part, hk, kk,
+        Hk, Hv, R, P, K, V, W, B, C, BK, BV, WHOLE, MODE, MERGED, DOT, UPCAST, PRECISION,
     )  # fmt: skip
     padded = (b * N * C + rows) * Hk + hk
     if MODE == 2:
+        x, y = x.to(tl.float32), y.to(tl.float32)
         inner = padded[:, None] * K + kk[None, :]
         inner_q = tl.load(dq_inner + inner, mask=there, other=0.0)
         inner_k = tl.load(dk_inner + inner, mask=there, other=0.0)
@@ -285,3 +328,34 @@ def keys_kernel(
         total_k = product(tl.trans(d), x, total_k, DOT, UPCAST, PRECISION)
     tl.store(dq + tile, total_q.to(dq.dtype.element_ty), mask=there)
     tl.store(dk + tile, total_k.to(dk.dtype.element_ty), mask=there)
+
+
+@kernel
+def decay_gradients_kernel(
+    decay, G, dg, ds, inner, d_decay, floor, B, T, N, P, W, parts, EACH: tl.constexpr,
+    C: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a log decay per head from what `keys_kernel` and `score_gradients_kernel` left to sum up.
+
+    dg ``[2, parts, B, N * C, P]``, ds ``[B, N, P]``, inner ``[B, N * C, P]``; each decay is that of EACH states.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    b, n = place // N, place % N
+    rows, columns = n * C + tl.arange(0, C), tl.program_id(1) * BW + tl.arange(0, BW)
+    inside = (columns < W)[None, :]
+    at = b * N * C + rows[:, None]
+    from_queries, from_keys = tl.zeros([C, BW], tl.float32), tl.zeros([C, BW], tl.float32)
+    from_states = tl.zeros([1, BW], tl.float32)
+    for j in range(EACH):
+        pair = columns[None, :] * EACH + j
+        from_states += tl.load(ds + (b * N + n) * P + pair, mask=inside, other=0.0)
+        from_queries += tl.load(inner + at * P + pair, mask=inside, other=0.0)
+        for part in range(parts):
+            from_queries += tl.load(dg + (part * B * N * C + at) * P + pair, mask=inside, other=0.0)
+            from_keys += tl.load(dg + ((parts + part) * B * N * C + at) * P + pair, mask=inside, other=0.0)
+    last = tl.load(G + (b * N * C + n * C + C - 1) * W + columns[None, :], mask=inside, other=0.0)
+    share = suffix_sum(from_queries) + tl.cumsum(from_keys, 0) - from_keys + from_states * tl.exp(last)
+    tile = (b * T + rows[:, None]) * W + columns[None, :]
+    there = inside & (rows < T)[:, None]
+    raw = tl.load(decay + tile, mask=there, other=0.0).to(tl.float32)
+    tl.store(d_decay + tile, tl.where(raw >= floor, share, 0.0).to(d_decay.dtype.element_ty), mask=there)

@@ -2,6 +2,8 @@
 
 Shapes: q, k ``[B, T, Hk, K]``; v, o ``[B, T, Hv, V]``; cumulative decays G ``[B, N * C, W]`` in float32 with W = Hk * K
 (MODE 2, per channel) or the number of decaying heads (MODE 1), N chunks of C tokens; scores ``[B, N * C, Hk, C]``.
+With a decay per channel, states meet decayed queries q e^G and keys k e^(G_C - G), ``[B, N * C, Hk, K]`` in the dtype
+of the products, formed once; else they meet q and k themselves, and decays multiply products or values.
 A state pairs a key head with a value head: value head h with key head h // R, or (MERGED) every one with every other.
 Rows beyond T read as zeros, decays there as 0, so the last chunk needs no special case.
 """
@@ -25,6 +27,13 @@ def pair_heads(p, Hv, R, MERGED: tl.constexpr):
 
 
 @triton.jit
+def blocks_of(place, K, V, BK: tl.constexpr, BV: tl.constexpr):
+    """Owner, key block and value block of a program: those of one owner, which read the same, lie together."""
+    keys, values = tl.cdiv(K, BK), tl.cdiv(V, BV)
+    return place // (keys * values), (place // values % keys).to(tl.int32), (place % values).to(tl.int32)
+
+
+@triton.jit
 def state_offsets(hk, hv, kk, vv, K, V, Hv, MERGED: tl.constexpr):
     """Where the tile (kk, vv) of a state lies in ``[Hv, K, V]``, or ``[Hk, K, Hv * V]`` if MERGED."""
     if MERGED:
@@ -32,6 +41,18 @@ def state_offsets(hk, hv, kk, vv, K, V, Hv, MERGED: tl.constexpr):
     else:
         corner, row = hv * K * V, V
     return corner + kk[:, None] * row + vv[None, :]
+
+
+@triton.jit
+def decayed_tile(x, b, rows, hk, kk, T, N, Hk, K, C: tl.constexpr, MODE: tl.constexpr):
+    """Columns kk of the queries or keys of one head: as given, or (MODE 2) as `decayed_kernel` stored them."""
+    if MODE == 2:
+        x += ((b * N * C + rows[:, None]) * Hk + hk) * K + kk[None, :]
+        tile = tl.load(x, mask=(kk < K)[None, :], other=0.0)
+    else:
+        x += ((b * T + rows[:, None]) * Hk + hk) * K + kk[None, :]
+        tile = tl.load(x, mask=(rows < T)[:, None] & (kk < K)[None, :], other=0.0)
+    return tile
 
 
 @triton.jit
@@ -60,6 +81,30 @@ def cumulative_kernel(decay, G, T, N, W, floor, C: tl.constexpr, BW: tl.constexp
     g = tl.load(decay + (b * T + rows[:, None]) * W + columns[None, :], mask=there, other=0.0).to(tl.float32)
     g = tl.cumsum(tl.maximum(g, floor), 0)
     tl.store(G + (b * N * C + rows[:, None]) * W + columns[None, :], g, mask=inside)
+
+
+@kernel
+def decayed_kernel(
+    q, k, decay, G, early, late, T, N, W, floor, C: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """`cumulative_kernel` for a decay per channel, with the decayed queries `early` and keys `late`."""
+    place = tl.program_id(0).to(tl.int64)
+    b, n = place // N, place % N
+    rows = n * C + tl.arange(0, C)
+    columns = tl.program_id(1) * BW + tl.arange(0, BW)
+    inside = (columns < W)[None, :]
+    there = inside & (rows < T)[:, None]
+    tile = (b * T + rows[:, None]) * W + columns[None, :]
+    padded = (b * N * C + rows[:, None]) * W + columns[None, :]
+    g = tl.maximum(tl.load(decay + tile, mask=there, other=0.0).to(tl.float32), floor)
+    total = tl.sum(g, 0, keep_dims=True)
+    g = tl.cumsum(g, 0)
+    queries = tl.load(q + tile, mask=there, other=0.0).to(tl.float32)
+    keys = tl.load(k + tile, mask=there, other=0.0).to(tl.float32)
+    tl.store(G + padded, g, mask=inside)
+    tl.store(early + padded, (queries * tl.exp(g)).to(early.dtype.element_ty), mask=inside)
+    # The two sums round differently: the last key must not grow.
+    tl.store(late + padded, (keys * tl.exp(tl.minimum(total - g, 0.0))).to(late.dtype.element_ty), mask=inside)
 
 
 @kernel
@@ -134,21 +179,34 @@ def channel_scores_kernel(
 
 
 @triton.jit
+def kept_by(G, at, b, hk, kk, N, K, W, C: tl.constexpr, MODE: tl.constexpr):
+    """What the chunk at row `at` keeps of a state, channel by channel: ``[BK, 1]`` (MODE 2), else all or `chunk_decay`.
+
+    Not for a product, so nothing has it on its way: read it well before it is used.
+    """
+    if MODE == 2:
+        kept = tl.exp(tl.load(G + (b * N * C + at + C - 1) * W + hk * K + kk, mask=kk < K, other=0.0))[:, None]
+    else:
+        kept = 1.0
+    return kept
+
+
+@triton.jit
 def _after_chunk(
-    S, k, v, G, at, b, hk, hv, dh, kk, vv, T, N, Hk, Hv, K, V, W, C: tl.constexpr, MODE: tl.constexpr,
+    S, kept, k, v, G, at, b, hk, hv, dh, kk, vv, T, N, Hk, Hv, K, V, W, C: tl.constexpr, MODE: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The tile (kk, vv) of a state after the chunk at row `at`, from the one before it."""
     rows = at + tl.arange(0, C)
-    here = (rows < T)[:, None]
-    there = here & (kk < K)[None, :]
-    keys = tl.load(k + ((b * T + rows[:, None]) * Hk + hk) * K + kk[None, :], mask=there, other=0.0)
-    there = here & (vv < V)[None, :]
+    keys = decayed_tile(k, b, rows, hk, kk, T, N, Hk, K, C, MODE)
+    there = (rows < T)[:, None] & (vv < V)[None, :]
     values = tl.load(v + ((b * T + rows[:, None]) * Hv + hv) * V + vv[None, :], mask=there, other=0.0)
-    if MODE > 0:
+    if MODE == 2:
+        S *= kept
+    if MODE == 1:
         g, total = chunk_decay(G + b * N * C * W, hk, dh, at, kk, kk < K, K, W, C, MODE)
-        S *= tl.trans(tl.exp(total))
-        keys = keys.to(tl.float32) * tl.exp(total - g)
+        S *= tl.exp(total)
+        values = values.to(tl.float32) * tl.exp(total - g)
     return product(tl.trans(keys), values, S, DOT, UPCAST, PRECISION)
 
 
@@ -162,18 +220,21 @@ def ends_kernel(
 
     `kept` ``[B, segments - 1, P, K]``, `ends` ``[B, segments - 1, P, K, V]``, both float32.
     """
-    place = tl.program_id(0).to(tl.int64)
+    place, key_block, value_block = blocks_of(tl.program_id(0).to(tl.int64), K, V, BK, BV)
     segment, state = (place % (segments - 1)).to(tl.int32), place // (segments - 1)
     b = state // P
     hk, hv, dh = pair_heads(state % P, Hv, R, MERGED)
-    kk = tl.program_id(1) * BK + tl.arange(0, BK)
-    vv = tl.program_id(2) * BV + tl.arange(0, BV)
+    kk = key_block * BK + tl.arange(0, BK)
+    vv = value_block * BV + tl.arange(0, BV)
     per = (chunks + segments - 1) // segments
     S = tl.zeros([BK, BV], tl.float32)
     log_kept = tl.zeros([BK], tl.float32)
     for i in range(segment * per, (segment + 1) * per):
         at = (first + i) * C
-        S = _after_chunk(S, k, v, G, at, b, hk, hv, dh, kk, vv, T, N, Hk, Hv, K, V, W, C, MODE, DOT, UPCAST, PRECISION)
+        kept_here = kept_by(G, at, b, hk, kk, N, K, W, C, MODE)
+        S = _after_chunk(
+            S, kept_here, k, v, G, at, b, hk, hv, dh, kk, vv, T, N, Hk, Hv, K, V, W, C, MODE, DOT, UPCAST, PRECISION
+        )
         last = G + b * N * C * W + (at + C - 1) * W
         if MODE == 2:
             log_kept += tl.load(last + hk * K + kk, mask=kk < K, other=0.0)
@@ -182,7 +243,7 @@ def ends_kernel(
     segment += b * (segments - 1)
     tile = state_offsets(hk, hv, kk, vv, K, V, Hv, MERGED)
     tl.store(ends + segment * P * K * V + tile, S, mask=(kk < K)[:, None] & (vv < V)[None, :])
-    once = kk < tl.where(tl.program_id(2) == 0, K, 0)
+    once = kk < tl.where(value_block == 0, K, 0)
     tl.store(kept + (segment * P + state % P) * K + kk, tl.exp(log_kept), mask=once)
 
 
@@ -196,12 +257,12 @@ def states_kernel(
 
     A program walks one segment of them; what went before it is put together from `kept` and `ends`.
     """
-    place = tl.program_id(0).to(tl.int64)
+    place, key_block, value_block = blocks_of(tl.program_id(0).to(tl.int64), K, V, BK, BV)
     segment, state = (place % segments).to(tl.int32), place // segments
     b = state // P
     hk, hv, dh = pair_heads(state % P, Hv, R, MERGED)
-    kk = tl.program_id(1) * BK + tl.arange(0, BK)
-    vv = tl.program_id(2) * BV + tl.arange(0, BV)
+    kk = key_block * BK + tl.arange(0, BK)
+    vv = value_block * BV + tl.arange(0, BV)
     tile = state_offsets(hk, hv, kk, vv, K, V, Hv, MERGED)
     inside = (kk < K)[:, None] & (vv < V)[None, :]
     size = P * K * V
@@ -212,9 +273,11 @@ def states_kernel(
         factor = tl.load(kept + (before * P + state % P) * K + kk, mask=kk < K, other=0.0)
         S = S * factor[:, None] + tl.load(ends + before * size + tile, mask=inside, other=0.0)
     for i in range(segment * per, tl.minimum((segment + 1) * per, chunks)):
+        at = (first + i) * C
+        kept_here = kept_by(G, at, b, hk, kk, N, K, W, C, MODE)
         tl.store(states + (b * chunks + i) * size + tile, S.to(states.dtype.element_ty), mask=inside)
         S = _after_chunk(
-            S, k, v, G, (first + i) * C, b, hk, hv, dh, kk, vv, T, N, Hk, Hv, K, V, W, C, MODE, DOT, UPCAST, PRECISION
+            S, kept_here, k, v, G, at, b, hk, hv, dh, kk, vv, T, N, Hk, Hv, K, V, W, C, MODE, DOT, UPCAST, PRECISION
         )
     ends_here = (kk < tl.where(segment == segments - 1, K, 0))[:, None]
     tl.store(final + b * size + tile, S, mask=inside & ends_here)
@@ -247,25 +310,28 @@ def output_kernel(
     rows = at + tl.arange(0, C)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
     states += (b * chunks + i) * P * K * V
-    total = tl.zeros([C, BV], tl.float32)
+    total, part = tl.zeros([C, BV], tl.float32), tl.zeros([C, BV], tl.float32)
     scores = tl.zeros([C, C], tl.float32)
     low = 0 if MERGED else hv // R
     high = Hk if MERGED else hv // R + 1
     for hk in range(low, high):
         dh = hk if MERGED else hv
         scores += mixed_scores(A, M, G, b, hk, hv, dh, at, N, Hk, Hv, W, C, MODE, MERGED)
+        if MERGED:
+            part = tl.zeros([C, BV], tl.float32)
         for start in range(0, K, BK):
             kk = start + tl.arange(0, BK)
-            there = (rows < T)[:, None] & (kk < K)[None, :]
-            x = tl.load(q + ((b * T + rows[:, None]) * Hk + hk) * K + kk[None, :], mask=there, other=0.0)
-            if MODE > 0:
-                g, _ = chunk_decay(G + b * N * C * W, hk, dh, at, kk, kk < K, K, W, C, MODE)
-                x = x.to(tl.float32) * tl.exp(g)
-            if MERGED:
-                x = x.to(tl.float32) * tl.load(M + hk * Hv + hv)
+            x = decayed_tile(q, b, rows, hk, kk, T, N, Hk, K, C, MODE)
             tile = state_offsets(hk, hv, kk, vv, K, V, Hv, MERGED)
             S = tl.load(states + tile, mask=(kk < K)[:, None] & (vv < V)[None, :], other=0.0)
-            total = product(x, S, total, DOT, UPCAST, PRECISION)
+            part = product(x, S, part, DOT, UPCAST, PRECISION)
+        # What all channels of a key head share is multiplied once, after the product.
+        if MODE == 1:
+            part *= tl.exp(tl.load(G + (b * N * C + rows) * W + dh))[:, None]
+        if MERGED:
+            total += part * tl.load(M + hk * Hv + hv)
+    if not MERGED:
+        total = part
     tile = ((b * T + rows[:, None]) * Hv + hv) * V + vv[None, :]
     there = (rows < T)[:, None] & (vv < V)[None, :]
     values = tl.load(v + tile, mask=there, other=0.0)

@@ -8,7 +8,7 @@ tokens would leave a matrix product mostly empty, so there a program serves many
 import triton
 import triton.language as tl
 
-from longrecall.ops.triton.launch import kernel, product
+from longrecall.ops.triton.launch import kernel, product, softmax_step
 
 
 @triton.jit
@@ -27,15 +27,19 @@ def _best(
         vector = tl.load(vectors + place, mask=(number < N)[:, None] & (e < E)[None, :], other=0.0)
         found = product(query, tl.trans(vector), tl.zeros([BQ, BN], tl.float32), DOT, UPCAST, PRECISION)
         found = tl.where(number[None, :] < ended[:, None], found, float("-inf"))
-        for _ in tl.static_range(C):
+        turn = 0
+        # At most C of a block are among the C best, and most blocks have fewer. Unrolled, this compiles for seconds.
+        while turn < C:
             top = tl.max(found, 1)
             at = tl.min(tl.where(found == top[:, None], number[None, :], N), 1)
             worst = tl.min(best, 1)
             last = tl.min(tl.where(best == worst[:, None], slot[None, :], BC), 1)
-            replaced = (slot[None, :] == last[:, None]) & (top > worst)[:, None]
+            better = top > worst
+            replaced = (slot[None, :] == last[:, None]) & better[:, None]
             best = tl.where(replaced, top[:, None], best)
             index = tl.where(replaced, at[:, None], index)
             found = tl.where(number[None, :] == at[:, None], float("-inf"), found)
+            turn = tl.where(tl.max(better.to(tl.int32), 0) > 0, turn + 1, C)
     return best, index
 
 
@@ -138,13 +142,7 @@ def attend_kernel(
             value = tl.load(v + place, mask=seen[:, None] & channel, other=0.0)
             logits = product(query, tl.trans(key), tl.zeros([BH, BU], tl.float32), DOT, UPCAST, PRECISION)
             logits = tl.where(seen[None, :], logits * scale + weight, float("-inf"))
-            larger = tl.maximum(largest, tl.max(logits, 1))
-            # Nothing seen yet: -inf less -inf has no value.
-            base = tl.where(larger == float("-inf"), 0.0, larger)
-            kept, shares = tl.exp(largest - base), tl.exp(logits - base[:, None])
-            total = total * kept + tl.sum(shares, 1)
-            mixed = product(shares, value, mixed * kept[:, None], DOT, UPCAST, PRECISION)
-            largest = larger
+            largest, total, mixed = softmax_step(logits, value, largest, total, mixed, DOT, UPCAST, PRECISION)
     none = total == 0
     total = tl.where(none, 1.0, total)
     mixed /= total[:, None]
@@ -180,6 +178,7 @@ def attend_rows_kernel(
             value = tl.load(v + place, mask=seen[:, None] & channel, other=0.0).to(tl.float32)
             logits = tl.where(seen, tl.sum(query * key, 1) + weight, float("-inf"))
             larger = tl.maximum(largest, logits)
+            # Nothing seen yet: -inf less -inf has no value.
             base = tl.where(larger == float("-inf"), 0.0, larger)
             kept, share = tl.exp(largest - base), tl.exp(logits - base)
             total = total * kept + share

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from longrecall.ops.triton.launch import kernel
 
-MOST_PARTS = 6
+MOST_PARTS = 9
+"""The six of a gated delta layer and the three of retrieval around it."""
 _ROWS, _COLUMNS = 8, 512
 """Weight rows of one program, and how much of them it reads at once."""
 
@@ -45,49 +46,46 @@ def small_product(x, norm, scale, w, n, count, size, NORM: tl.constexpr, BN: tl.
 
 
 @triton.jit
-def _project_part(x, norm, scale, w, count, block, out, size, BN: tl.constexpr, BD: tl.constexpr):
-    n = block * BN + tl.arange(0, BN)
-    y = small_product(x, norm, scale, w, n, count, size, True, BN, BD)
-    tl.store(out + n, y.to(out.dtype.element_ty), mask=n < count)
+def _or_next(w, count, begun, place, next_w, next_count, block, BN: tl.constexpr):
+    """The weight, its rows, and the first block and column of its output; those of the next one past its blocks."""
+    later = begun + tl.cdiv(count, BN)
+    there = block >= later
+    return (
+        tl.where(there, next_w, w), tl.where(there, next_count, count),
+        tl.where(there, later, begun), tl.where(there, place + count, place),
+    )  # fmt: skip
 
 
 @kernel
 def _project_kernel(
-    x, norm, w0, w1, w2, w3, w4, w5, n0, n1, n2, n3, n4, n5, out, size, total, eps,
+    x, norm, w0, w1, w2, w3, w4, w5, w6, w7, w8, n0, n1, n2, n3, n4, n5, n6, n7, n8, out, size, total, eps,
     PARTS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0)
     x += row * size
-    out += row * total
     scale = _normed_scale(x, size, eps, BD)
-    e0 = tl.cdiv(n0, BN)
-    if block < e0:
-        _project_part(x, norm, scale, w0, n0, block, out, size, BN, BD)
+    # Chosen here, so that one product is compiled and not one for every weight.
+    w, count, begun, place = w0, n0, 0, 0
     if PARTS > 1:
-        out += n0
-        e1 = e0 + tl.cdiv(n1, BN)
-        if (block >= e0) & (block < e1):
-            _project_part(x, norm, scale, w1, n1, block - e0, out, size, BN, BD)
+        w, count, begun, place = _or_next(w, count, begun, place, w1, n1, block, BN)
     if PARTS > 2:
-        out += n1
-        e2 = e1 + tl.cdiv(n2, BN)
-        if (block >= e1) & (block < e2):
-            _project_part(x, norm, scale, w2, n2, block - e1, out, size, BN, BD)
+        w, count, begun, place = _or_next(w, count, begun, place, w2, n2, block, BN)
     if PARTS > 3:
-        out += n2
-        e3 = e2 + tl.cdiv(n3, BN)
-        if (block >= e2) & (block < e3):
-            _project_part(x, norm, scale, w3, n3, block - e2, out, size, BN, BD)
+        w, count, begun, place = _or_next(w, count, begun, place, w3, n3, block, BN)
     if PARTS > 4:
-        out += n3
-        e4 = e3 + tl.cdiv(n4, BN)
-        if (block >= e3) & (block < e4):
-            _project_part(x, norm, scale, w4, n4, block - e3, out, size, BN, BD)
+        w, count, begun, place = _or_next(w, count, begun, place, w4, n4, block, BN)
     if PARTS > 5:
-        out += n4
-        if block >= e4:
-            _project_part(x, norm, scale, w5, n5, block - e4, out, size, BN, BD)
+        w, count, begun, place = _or_next(w, count, begun, place, w5, n5, block, BN)
+    if PARTS > 6:
+        w, count, begun, place = _or_next(w, count, begun, place, w6, n6, block, BN)
+    if PARTS > 7:
+        w, count, begun, place = _or_next(w, count, begun, place, w7, n7, block, BN)
+    if PARTS > 8:
+        w, count, begun, place = _or_next(w, count, begun, place, w8, n8, block, BN)
+    n = (block - begun) * BN + tl.arange(0, BN)
+    y = small_product(x, norm, scale, w, n, count, size, True, BN, BD)
+    tl.store(out + row * total + place + n, y.to(out.dtype.element_ty), mask=n < count)
 
 
 def norm_and_project(stream: Tensor, norm: Tensor, eps: float, weights: list[Tensor]) -> list[Tensor]:

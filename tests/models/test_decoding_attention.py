@@ -1,0 +1,144 @@
+"""The decoding step of models with softmax attention: a cache with room, against the model's own forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from longrecall.models import decoding
+from longrecall.models.config import RecurrentConfig
+from longrecall.models.decoding import DecodingStep, room_for, why_no_room, why_no_step
+from longrecall.models.recurrent_lm import RecurrentLM
+from tests.conftest import MIXERS
+
+FULL = {"type": "attention", "num_heads": 4, "kv_heads": 2, "head_dim": 8, "qkv_bias": True}
+WINDOW = {"type": "attention", "num_heads": 2, "head_dim": 6, "window": 5, "rope_theta": 100.0}
+META = WINDOW | {"meta_tokens": 3}
+LAYERS: dict[str, list[dict[str, Any]]] = {
+    "full": [FULL, MIXERS["gla"]],
+    "window": [WINDOW, FULL],
+    "meta": [META, FULL | {"meta_tokens": 2}],
+    "hymba": [{"type": "hymba", "attention": META, "ssm": MIXERS["mamba2"], "third": FULL}, WINDOW],
+    "retrieval": [MIXERS["retrieval"] | {"base": FULL}, MIXERS["retrieval"] | {"base": WINDOW}],
+}
+
+
+def model_of(name: str) -> RecurrentLM:
+    torch.manual_seed(0)
+    layers = [{"mixer": mixer} for mixer in LAYERS[name]]
+    model = RecurrentLM(RecurrentConfig(vocab_size=40, hidden_size=32, layers=layers)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def prompts(rows: int, length: int, padded: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of different lengths, padded on one side."""
+    g = torch.Generator().manual_seed(4)
+    mask = (torch.arange(length) >= 2 * torch.arange(rows)[:, None] % length).long()
+    mask = mask.flip(1) if padded == "right" else torch.ones_like(mask) if padded == "none" else mask
+    return torch.randint(0, 40, (rows, length), generator=g), mask
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "length", "padded", "tokens", "fused"),
+    [
+        *[(name, 2, 9, "left", 13, False) for name in LAYERS],
+        # Shorter than the window: nothing is cut off, and padding lies between the tokens of a row.
+        ("window", 3, 4, "right", 13, False),
+        ("meta", 4, 4, "right", 13, False),
+        ("full", 2, 9, "none", 2, True),
+        ("meta", 5, 4, "right", 7, True),
+        ("hymba", 1, 9, "none", 3, True),
+        ("retrieval", 1, 9, "none", 6, True),
+    ],
+)
+@torch.no_grad()
+def test_steps_equal_forward_passes(name: str, rows: int, length: int, padded: str, tokens: int, fused: bool) -> None:
+    """Past the end of a window's columns; fused steps run in Triton's interpreter here."""
+    if fused:
+        pytest.importorskip("triton")
+    model = model_of(name)
+    ids, mask = prompts(rows, length, padded)
+    state = model(ids, attention_mask=mask).past_key_values
+    step = DecodingStep(model, rows, fused=fused, room=length + tokens)
+    step.load(state)
+    for token in range(tokens):
+        ids = (7 * token + 3 * torch.arange(rows)) % 40
+        out = model(ids[:, None], past_key_values=state)
+        state = out.past_key_values
+        step.ids.copy_(ids)
+        # float32 sums in another order, through two layers.
+        torch.testing.assert_close(step(), out.logits[:, -1], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=f"room for {length + tokens} tokens"):
+        step()
+    kept = step.export()
+    assert kept.length == state.length and torch.equal(kept.position, state.position)
+    for found, expected in zip(kept.layers, state.layers, strict=True):
+        assert found.keys() == expected.keys()
+        for key in found:
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["full", "hymba"])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "eos_token_id": [3, 8]}])
+def test_generate_gives_the_same_tokens(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """generate() through the step, which runs eagerly without a GPU; the prompt is read in one pass."""
+    model = model_of(name)
+    made: list[int] = []
+
+    def eager(model: RecurrentLM, batch: int, room: int) -> DecodingStep:
+        made.append(room)
+        return DecodingStep(model, batch, room=room)
+
+    def generate() -> torch.Tensor:
+        torch.manual_seed(3)
+        ids, mask = prompts(2, 7, "left")
+        settings = {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": None} | options
+        return model.generate(ids, attention_mask=mask, **settings)  # type: ignore
+
+    expected = generate()
+    monkeypatch.setattr(decoding, "captured_step", eager)
+    monkeypatch.setattr(decoding, "why_no_graph", why_no_step)
+    assert torch.equal(generate(), expected)
+    assert made == [27]
+
+
+@torch.no_grad()
+def test_a_step_forgets_the_longer_context_before() -> None:
+    model = model_of("hymba")
+    short, long = (model(prompts(2, length, "none")[0]).past_key_values for length in (6, 20))
+    used, fresh = (DecodingStep(model, 2, room=30) for _ in range(2))
+    used.load(long)
+    for _ in range(9):
+        used()
+    for step in (used, fresh):
+        step.load(short)
+    for _ in range(8):
+        assert torch.equal(used(), fresh())
+
+
+@torch.no_grad()
+def test_room_is_needed() -> None:
+    model = model_of("full")
+    state = model(prompts(1, 9, "none")[0]).past_key_values
+    assert room_for(model, state, 5) == 14
+    with pytest.raises(ValueError, match="needs room for its context; got none"):
+        DecodingStep(model, 1)
+    with pytest.raises(ValueError, match="cache has 9 columns, the step room for 8"):
+        DecodingStep(model, 1, room=8).load(state)
+
+
+def test_prompts_are_read_in_one_pass() -> None:
+    assert "layer 0 (attention)" in str(why_no_room(model_of("full"), 100))
+    assert "layer 0 (hymba)" in str(why_no_room(model_of("hymba"), 100))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "room"), [(1, 4096), (4097, 8192), (32768, 32768), (131200, 163840), (500000, 524288)]
+)
+def test_rooms_have_few_sizes(tokens: int, room: int) -> None:
+    assert decoding._room_for(tokens) == room
