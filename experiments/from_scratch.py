@@ -5,7 +5,7 @@ from __future__ import annotations
 import lzma
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from engine import Plan, Run, train
+from engine import Plan, Run, rate_factor, train
 from mixture import END, FORM_FEED
 from torch import Tensor, nn
 
@@ -27,11 +27,48 @@ SETTLING, TIMED, RECENT, SAID = 30, 60, 5, 8
 
 
 class FreshRun(Run):
-    """A `Run` whose rows all start from the zero state, which is then not even passed in."""
+    """A `Run` whose rows all start from the zero state, which is then not even passed in.
+
+    `cuts`: numbers of pieces that rows may be cut into; each is a recording of its own, over the same buffers.
+    `pieces` says which of them the next step takes.
+    """
+
+    def __init__(
+        self, model: RecurrentLM, plan: Plan, steps: int, ids: Tensor, labels: Tensor, cuts: Sequence[int] = ()
+    ) -> None:
+        self.pieces = 1
+        super().__init__(model, plan, steps, ids, labels)
+        self._cut_steps: dict[int, Callable[[], None]] = {}
+        for self.pieces in cuts:
+            self._cut_steps[self.pieces] = self.captured.record(self._step)
+        self.pieces = 1
+        with self.captured.on_stream():
+            # What the eager runs before a recording left in the optimizer.
+            for values in self.optimizer.state.values():
+                for tensor in values.values():
+                    tensor.zero_()
+
+    def advance(self, step: int) -> None:
+        """Enqueue one training step over rows of which each is cut into `pieces`."""
+        if self.pieces == 1:
+            super().advance(step)
+            return
+        captured = self.captured
+        if captured.stream is not None:
+            captured.stream.wait_stream(torch.cuda.current_stream(captured.stream.device))
+        with captured.on_stream():
+            captured.set_rates(rate_factor(step, self.steps, self.plan))
+            self._cut_steps[self.pieces]()
+
+    def release(self) -> None:
+        """Forget all recordings and their memory; the run cannot go on."""
+        self.captured.release()
+        self._cut_steps.clear()
 
     def _step(self) -> None:
+        ids, labels = (tensor.view(len(tensor) * self.pieces, -1) for tensor in (self.ids, self.labels))
         with torch.autocast(self.device.type, dtype=torch.bfloat16, cache_enabled=False, enabled=self.on_gpu):
-            out = self.model(self.ids, labels=self.labels, use_cache=False)
+            out = self.model(ids, labels=labels, use_cache=False)
         self.loss.copy_(out.loss.detach())
         out.loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip, foreach=True)
@@ -46,13 +83,19 @@ def build(description: dict[str, Any], length: int, seed: int, device: str) -> R
     return RecurrentLM(config).to(device)
 
 
-def start(models: dict[str, Callable[[], RecurrentLM]], plans: dict[str, Plan], ids: Tensor, labels: Tensor) -> list:
+def start(
+    models: dict[str, Callable[[], RecurrentLM]],
+    plans: dict[str, Plan],
+    ids: Tensor,
+    labels: Tensor,
+    cuts: Sequence[int] = (),
+) -> list[FreshRun]:
     """Record a training step of every model; one that cannot be built or recorded is reported and left out."""
     runs = []
     for name, make in models.items():
         began = time.time()
         try:
-            runs.append(FreshRun(make(), plans[name], 1, ids, labels))
+            runs.append(FreshRun(make(), plans[name], 1, ids, labels, cuts))
         except Exception as error:
             print(f"{name}: left out, {type(error).__name__}: {str(error)[:300]}", flush=True)
             continue

@@ -31,6 +31,7 @@ SHORT, FEW = 2, 8
 WIDEST_SHARE = 0.7
 NEEDLE, QUESTION = ord("@"), ord("?")
 Rows = tuple[np.ndarray, np.ndarray]
+Cuts = tuple[tuple[float, int], ...]
 
 
 def draw_lines(g: np.random.Generator, rows: int, count: int, kind: str, width: int) -> np.ndarray:
@@ -141,34 +142,47 @@ class Mixture:
     ramp: float = 0.5
     haystack: float = 0.7
     """Share of a row that needles take at most; the rest is questions."""
+    least: int = 1
+    """Needles of a row at least, where so many fit: with one or two, answers can be guessed without their keys."""
+    cuts: Cuts = ()
+    """(share of the steps, pieces): until that share every row is so many rows, of the length divided by it."""
 
-    def most(self, width: int) -> int:
-        """Most needles of a row with values of `width` characters."""
-        return max(2, int(self.haystack * self.length / (LINE + width)))
+    def pieces(self, step: int) -> int:
+        """Rows that take the place of one at `step`; 1 after the last of `cuts`."""
+        return next((pieces for until, pieces in self.cuts if step < until * self.steps), 1)
+
+    def most(self, width: int, length: int) -> int:
+        """Most needles of a row of `length` bytes with values of `width` characters."""
+        return max(2, int(self.haystack * length / (LINE + width)))
 
     def batch(self, step: int) -> Rows:
-        """ids and labels ``[rows, length]`` of one step; every row opens with the end token."""
+        """ids and labels ``[rows, length]`` of one step; every row opens with the end token.
+
+        With `cuts` these are ``[rows * pieces, length / pieces]``: as many tokens in shorter rows.
+        """
         g = np.random.Generator(np.random.PCG64([23, self.seed, step]))
-        share = step / self.steps
+        share, pieces = step / self.steps, self.pieces(step)
         grown = min(1.0, max(0.0, share - self.early) / (self.ramp - self.early))
-        length = self.length - 1
+        length = self.length // pieces - 1
         parts = []
         if self.text:
-            text = crops(self.tokens, g, self.text, length)
+            text = crops(self.tokens, g, self.text * pieces, length)
             parts.append((text, text))
-        for index, rows in enumerate(len(part) for part in np.array_split(np.arange(self.needles), len(KINDS))):
+        needles = np.arange(self.needles * pieces)
+        for index, rows in enumerate(len(part) for part in np.array_split(needles, len(KINDS))):
             if not rows:
                 continue
             width = self._width(g, KINDS[index], grown)
-            most = self.most(width)
+            most = self.most(width, length)
             ceiling = min(FEW, most) ** (1 - grown) * most**grown
             # Uniform in the logarithm: few needles stay frequent.
-            counts = np.exp(g.random(rows) * np.log(ceiling + 1)).astype(np.int64)
+            least = min(self.least, most)
+            counts = (least * np.exp(g.random(rows) * np.log((max(ceiling, least) + 1) / least))).astype(np.int64)
             parts.append(needle_rows(g, counts, KINDS[index], width, length))
-        for index in range(self.prose):
+        for index in range(self.prose * pieces):
             kind = KINDS[index % len(KINDS)]
-            width, reach = self._width(g, kind, grown), max(0.05, grown)
             # Needles and questions take at most half of the row.
+            width, reach = min(self._width(g, kind, grown), length // 4 - LINE), max(0.05, grown)
             count = min(int(g.integers(1, 5)), max(1, length // (4 * (LINE + width))))
             row = prose_row(g, self.tokens, length, kind, width, count, count, reach)
             parts.append((row[0][None], row[1][None]))

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ RESULTS = HERE / "results"
 DOCS = HERE.parent / "docs"
 T_TWO_DEGREES = 4.302652729911275
 """97.5% quantile of Student's t with 2 degrees of freedom: three seeds."""
+NOT_RUN = "not run"
 MARKED = re.compile(r"(<!-- table: ([\w :]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -34,6 +35,18 @@ def t_interval(values: list[float]) -> tuple[float, float]:
 def number(value: float, signed: bool = False, digits: int = 3) -> str:
     """`digits` decimals without the zero before the point."""
     return re.sub(r"^([+-]?)0\.", r"\1.", f"{value:{'+' if signed else ''}.{digits}f}")
+
+
+def share(value: float, digits: int = 4) -> str:
+    """An accuracy to some decimals, cut off and not rounded: what falls short of 1 shows."""
+    return number(int(value * 10**digits + 1e-6) / 10**digits, digits=digits)
+
+
+def until_then(run: Mapping[str, Any], digits: int = 4) -> str:
+    """What is known of a run that was stopped; it may not have been evaluated yet."""
+    evaluated = run["epochs"] >= 1 and run.get("history") != []
+    known = f"{share(run['accuracy'], digits)}, " if evaluated else ""
+    return f"{known}cut off at {number(run['epochs'], digits=1)}"
 
 
 def signed_with_error(mean: float, half: float, digits: int = 3) -> str:

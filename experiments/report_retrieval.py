@@ -7,7 +7,7 @@ The table is that of the RESONA paper. A cell is a mixer, a place of the retriev
 width: one run each, so no number here has an interval. Where the `calls` of the file have `again`, a cell has several:
 it shows the best of them, as the paper does, and a table names them all. A run ends at `STOP`. A cell whose run was
 still going when the time was up shows the best accuracy of an evaluation until then and the epochs; one that had not
-begun says so. The MAD suite and the mixers of `OURS` have their tables as soon as their files are there.
+begun says so. The mixers of `OURS` and the MAD suite (report_mad.py) have their tables once their files are there.
 """
 
 from __future__ import annotations
@@ -18,26 +18,24 @@ from collections.abc import Mapping
 from typing import Any
 
 import pages
+import report_mad
 import report_perplexity
 from join_sweeps import runs_again, runs_by_key
-from pages import number, read, table
+from pages import NOT_RUN, number, read, share, table, until_then
 
-from longrecall.report.sweeps import published_mad, published_mqar
-from longrecall.tasks.published import RESONA_LENGTHS, RESONA_TABLE_1_COLUMNS, RESONA_WIDTHS
+from longrecall.report.sweeps import published_mqar
+from longrecall.tasks.published import RESONA_LENGTHS, RESONA_WIDTHS
 
 PRESENT = "mqar_table11.json"
 BEFORE = "mqar_table11_without_runners_up.json"
 OURS = "mqar_ours.json"
-MAD = "mad_baseline.json"
 TIMINGS = pages.HERE.parent / "benchmarks" / "results" / "gpu_retrieval.json"
 MIXERS = ("base_conv", "h3", "hyena", "rwkv5", "mamba", "mamba2")
 LAYERS = (0, 2)
 OUR_MIXERS = ("gla", "gated_delta_net", "gated_delta_net_e4")
-MAD_MIXERS = ("mamba", "mamba2", "rwkv5", "gla", "gated_delta_net")
 REACHED = 0.999
 """Accuracy that the page counts; `STOP` ends a run."""
 STOP = 0.9995
-NOT_RUN = "not run"
 EPOCHS = {"1 epoch": range(1, 2), "2": range(2, 3), "3–5": range(3, 6), "6–24": range(6, 25)}
 NEVER = "never"
 MODELS = {"gla_1.3b": "GLA", "mamba2_1.3b": "Mamba-2", "gated_delta_net_1.5b": "Gated DeltaNet"}
@@ -98,12 +96,6 @@ def stopped(file: str = PRESENT) -> dict[Cell, Row]:
     return {(c["mixer"], c["layer"], c["length"], c["width"]): c for c in read(file)["left"]["cut_off"]}
 
 
-def until_then(run: Row, digits: int = 4) -> str:
-    """What is known of a run that was stopped; in its first epoch it was not evaluated."""
-    known = f"{share(run['accuracy'], digits)}, " if run["epochs"] >= 1 else ""
-    return f"{known}cut off at {number(run['epochs'], digits=1)}"
-
-
 def outcomes(file: str) -> dict[Cell, str]:
     """The accuracy of each cell that ended, and what is known of each that was stopped."""
     ended = {cell: share(row["accuracy"]) for cell, row in best_rows(file).items()}
@@ -113,11 +105,6 @@ def outcomes(file: str) -> dict[Cell, str]:
 def grid(layers: tuple[int | None, ...] = LAYERS) -> list[Cell]:
     """Every cell of table 11, mixer by mixer."""
     return [(m, i, length, d) for m in MIXERS for i in layers for length in RESONA_LENGTHS for d in RESONA_WIDTHS]
-
-
-def share(value: float, digits: int = 4) -> str:
-    """An accuracy to some decimals, cut off and not rounded: what falls short of 1 shows."""
-    return number(int(value * 10**digits + 1e-6) / 10**digits, digits=digits)
 
 
 def retrieval_table() -> str:
@@ -209,10 +196,10 @@ def again_table() -> str:
         cell = cell_of(spec.model.description(), spec.settings)
         if cell in cells:
             mixer, layer, length, width = cell
-            rate = (number(spec.learning_rate, digits=5), str(spec.training["epochs"]))
+            run = (number(spec.learning_rate, digits=5), str(spec.training["epochs"]), str(spec.seed))
             outcome = rows.get(key, known.get(key, NOT_RUN))
-            lines.append([mixer, str(layer), str(length), str(width), *rate, outcome])
-    return table(["mixer", "layer", "L", "d", "learning rate", "epochs at most", "accuracy"], lines, texts=1)
+            lines.append([mixer, str(layer), str(length), str(width), *run, outcome])
+    return table(["mixer", "layer", "L", "d", "learning rate", "epochs at most", "seed", "accuracy"], lines, texts=1)
 
 
 def both() -> list[tuple[Cell, Row, Row]]:
@@ -250,28 +237,30 @@ def short_table() -> str:
     return table(["mixer", "layer", "L", "d", "without runners-up", "with"], lines, texts=1)
 
 
-def ours_table() -> str:
-    """Table 11's cells for the mixers that this toolkit enlarges."""
-    return accuracies(OURS, OUR_MIXERS, (None, *LAYERS))
-
-
-def mad_table() -> str:
-    """Accuracy on the six MAD tasks at their baselines, ours and the paper's where it has the mixer."""
-    record = read(MAD)
-    found = {(r["task"], r["model"]["mixer"], r["model"]["retrieval"] is not None): r for r in record["rows"]}
-    open_runs = {(c["task"], c["mixer"], c["layer"] is not None): c for c in record["left"]["cut_off"]}
+def ours_counts_table() -> str:
+    """How the cells of `OURS` came out, by mixer and place of the layer."""
+    rows, open_runs = rows_of(OURS), stopped(OURS)
     lines = []
-    for mixer in MAD_MIXERS:
-        for with_it in (False, True):
-            published = published_mad(mixer, with_it) or (None,) * len(RESONA_TABLE_1_COLUMNS)
-            cells = []
-            for task, theirs in zip(RESONA_TABLE_1_COLUMNS, published, strict=True):
-                key = (task, mixer, with_it)
-                mine = until_then(open_runs[key], 3) if key in open_runs else NOT_RUN
-                mine = share(found[key]["accuracy"], 3) if key in found else mine
-                cells.append(mine if theirs is None else f"{mine} / {number(theirs)}")
-            lines.append([mixer, "with" if with_it else "without", *cells])
-    return table(["mixer", "retrieval", *(name.removeprefix("mad_") for name in RESONA_TABLE_1_COLUMNS)], lines)
+    for mixer in OUR_MIXERS:
+        for layer in (None, *LAYERS):
+            cells = [(mixer, layer, length, d) for length in RESONA_LENGTHS for d in RESONA_WIDTHS]
+            ended = [rows[cell] for cell in cells if cell in rows]
+            late = sum(cell in open_runs for cell in cells if cell not in rows)
+            reached = [row for row in ended if row["reached_at_step"] is not None]
+            shown = [str(sum(row["epochs"] in epochs for row in reached)) for epochs in EPOCHS.values()]
+            lowest = share(min(row["accuracy"] for row in ended)) if ended else ""
+            counts = (len(cells), len(ended), sum(row["accuracy"] >= REACHED for row in ended))
+            place = "none" if layer is None else str(layer)
+            never = (len(ended) - len(reached), late, len(cells) - len(ended) - late)
+            lines.append([mixer, place, *map(str, counts), lowest, *shown, *map(str, never)])
+    head = ["mixer", "layer", "cells", "ended", f"at {number(REACHED)}", "lowest", *EPOCHS, NEVER, "cut off", NOT_RUN]
+    return table(head, lines)
+
+
+def ours_table() -> str:
+    """Table 11's cells for the mixers that this toolkit enlarges; without retrieval once a run of these has ended."""
+    plain = (None,) if any(cell[1] is None for cell in rows_of(OURS)) else ()
+    return accuracies(OURS, OUR_MIXERS, (*plain, *LAYERS))
 
 
 def timings() -> dict[str, Row]:
@@ -294,7 +283,7 @@ def cost_table() -> str:
 
 
 def decoding_table() -> str:
-    """Time of a token after a text, without and with retrieval: of one run of 128 tokens each."""
+    """Time of a token after a text, without and with retrieval."""
     rows = timings()
     lines = []
     for name, shown in MODELS.items():
@@ -313,7 +302,7 @@ def attention_table() -> str:
     for tokens in TIMED:
         read, step = (rows[f"{TRANSFORMER}: {what} {tokens}"] for what in ("reading", "continuing after"))
         lines.append(
-            [f"{tokens // 1024}k", f"{read['ms']:,.1f}", f"{read['peak_gib']:.2f}", f"{step['ms_per_token']:.1f}"]
+            [f"{tokens // 1024}k", f"{read['ms']:,.1f}", f"{read['peak_gib']:.2f}", f"{step['ms_per_token']:.2f}"]
         )
     return table(["tokens", "ms to read", "peak GiB", "ms a token after"], lines, texts=1)
 
@@ -330,8 +319,8 @@ def paper_table() -> str:
 
 def tables() -> dict[str, str]:
     """Every table of the page by the name in its marker; of a sweep that is not on record there is none."""
-    later = {"ours": (OURS, ours_table), "mad": (MAD, mad_table)}
-    some = {name: made() for name, (file, made) in later.items() if (pages.RESULTS / file).exists()}
+    ours = {"ours": ours_table, "ours counts": ours_counts_table}
+    some = {name: made() for name, made in ours.items() if (pages.RESULTS / OURS).exists()}
     if "again" in read(PRESENT)["calls"]:
         some["again"] = again_table()
     return some | {
@@ -345,6 +334,7 @@ def tables() -> dict[str, str]:
         "cost of decoding": decoding_table(),
         "cost of attention": attention_table(),
         "cost in the paper": paper_table(),
+        **(report_mad.tables() if (pages.RESULTS / report_mad.RECORD).exists() else {}),
         **(report_perplexity.tables() if (pages.RESULTS / report_perplexity.RECORD).exists() else {}),
     }
 

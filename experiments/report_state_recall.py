@@ -14,11 +14,11 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pages
+from fitting import T_QUANTILES, Line, line, rank_correlation
 from pages import number, read, table
 
 TREND, ABLATION = "state_recall_trend*.json", "state_recall_ablation*.json"
@@ -39,40 +39,23 @@ FORMS = {
     "none": "no expansion",
 }
 """Ablations in the order of the paper's tables 7 and 8."""
-T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604)
-"""97.5% quantiles of Student's t with 1, 2, ... degrees of freedom."""
+PAPER = {
+    "headwise": 37.39,
+    "low_rank": 36.71,
+    "dpfp": 33.93,
+    "lfm": 34.52,
+    "whole": 29.84,
+    "relu": 36.48,
+    "1+elu": 26.86,
+    "identity": 36.29,
+}
+"""Recall in the paper's table 7: mean of FDA, SWDE and SQuAD, in percent, E = 8."""
+NUMBER_LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
+PROSE_LENGTHS = (512, 1024, 1536, 2048)
 WHOLE, SINGLE = "recall_length", "character_recall_length"
 """Fields of a row: lengths by the share of values recalled whole, and by that of their characters."""
 Row = dict[str, Any]
 Record = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Line:
-    """y = intercept + slope x through `points` points; `half` of the slope's 95% interval, None below 3 points."""
-
-    points: int
-    slope: float
-    intercept: float
-    half: float | None
-    explained: float
-    """Share of the variance of y (R squared)."""
-
-
-def line(x: Sequence[float], y: Sequence[float]) -> Line | None:
-    """Least squares; None where it takes more different x than there are."""
-    if len(set(x)) < 2:
-        return None
-    count, mean_x, mean_y = len(x), statistics.mean(x), statistics.mean(y)
-    spread = sum((a - mean_x) ** 2 for a in x)
-    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
-    intercept = mean_y - slope * mean_x
-    left = sum((b - intercept - slope * a) ** 2 for a, b in zip(x, y, strict=True))
-    total = sum((b - mean_y) ** 2 for b in y)
-    half = None
-    if count > 2:
-        half = T_QUANTILES[count - 3] * math.sqrt(left / (count - 2) / spread)
-    return Line(count, slope, intercept, half, 1 - left / total if total else 0.0)
 
 
 def joined(pattern: str) -> Record:
@@ -186,9 +169,9 @@ def mean_length(rows: list[Row], haystack: str, threshold: float, measure: str) 
     return f"{'≥ ' if beyond else ''}{statistics.mean(values):.0f}"
 
 
-def with_half(value: float, half: float | None, digits: int) -> str:
+def with_half(value: float, half: float | None, digits: int, signed: bool = False) -> str:
     """A number and the half width of its interval, if that is known."""
-    return number(value, digits=digits) + ("" if half is None else f" ± {number(half, digits=digits)}")
+    return number(value, signed, digits) + ("" if half is None else f" ± {number(half, digits=digits)}")
 
 
 def share(row: Row, haystack: str) -> float:
@@ -217,19 +200,113 @@ def bits(rows: list[Row]) -> str:
     return ", ".join(number(row["bits_per_byte"][0]) for row in rows)
 
 
-def ablation_table(record: Record) -> str:
-    """Every form of expansion: parameters, recall and bits per byte."""
+def curves_table(record: Record, haystack: str, lengths: Sequence[int]) -> str:
+    """Share of values recalled whole at some lengths, means over the seeds."""
     lines = []
-    for form, name in FORMS.items():
-        rows = sorted((row for row in record["results"] if row["model"] == form), key=lambda row: row["seed"])
-        if not rows:
-            continue
+    for mixer, name in MIXERS.items():
+        for many, rows in by_factor(record, mixer).items():
+            cells = [
+                number(statistics.mean(recall_at(row, haystack, length) for row in rows), digits=2)
+                for length in lengths
+            ]
+            lines.append([name, str(many) if rows[0]["state_size"] else "", *cells])
+    return table(["model", "E", *(f"{length:,}" for length in lengths)], lines)
+
+
+def recall_at(row: Row, haystack: str, length: int) -> float:
+    """Share of values recalled whole at one length; not a number where it was not tried."""
+    points = (point for point in row["points"][haystack] if point["length"] == length)
+    return next((point["right"] / point["asked"] for point in points), math.nan)
+
+
+def ablation_table(record: Record) -> str:
+    """Every form of expansion: parameters, recall, its difference from head-wise expansion, and bits per byte."""
+    lines, found = [], forms(record)
+    half = difference_half(record)
+    for form, rows in found.items():
         sizes = [f"{rows[0]['state_size']:,}", f"{rows[0]['parameters']:,}"]
-        lengths = [shown(rows, f"needles:{kind}", record["thresholds"][0]) for kind in KINDS]
-        lines.append([name, *sizes, *lengths, *(seeds(rows, f"needles:{kind}") for kind in KINDS), bits(rows)])
+        lengths = shown(rows, "needles:number", record["thresholds"][0])
+        recall = [lengths, *(seeds(rows, f"needles:{kind}") for kind in KINDS)]
+        apart = (
+            "" if form == "headwise" or "headwise" not in found else with_half(difference(record, form), half, 3, True)
+        )
+        paper = f"{PAPER[form]:.2f}" if form in PAPER else ""
+        lines.append([FORMS[form], *sizes, *recall, apart, bits(rows), paper])
     first = number(record["thresholds"][0], digits=1)
-    heads = [f"numbers > {first}", f"UUIDs > {first}", "numbers, mean", "UUIDs, mean", "bits per byte"]
-    return table(["form", "state", "parameters", *heads], lines, texts=1)
+    heads = [f"numbers > {first}", "numbers, mean", "UUIDs, mean", "numbers, against head-wise"]
+    return table(["form", "state", "parameters", *heads, "bits per byte", "paper's recall"], lines, texts=1)
+
+
+def forms(record: Record) -> dict[str, list[Row]]:
+    """Form -> its rows by seed, in the order of `FORMS`; those that were run."""
+    found = {form: [row for row in record["results"] if row["model"] == form] for form in FORMS}
+    return {form: sorted(rows, key=lambda row: int(row["seed"])) for form, rows in found.items() if rows}
+
+
+def mean_recall(rows: list[Row]) -> float:
+    """Of whole numbers among needles: the mean over lengths and seeds."""
+    return statistics.mean(share(row, "needles:number") for row in rows)
+
+
+def difference(record: Record, form: str) -> float:
+    """Mean recall of a form less that of head-wise expansion."""
+    return mean_recall(forms(record)[form]) - mean_recall(forms(record)["headwise"])
+
+
+def difference_half(record: Record) -> float | None:
+    """Half of the 95% t interval of a difference of two forms, from the spread of seeds in all; None for one seed."""
+    spreads = [[share(row, "needles:number") for row in rows] for rows in forms(record).values()]
+    degrees = sum(len(values) - 1 for values in spreads)
+    if not degrees:
+        return None
+    variance = sum(statistics.variance(values) * (len(values) - 1) for values in spreads if len(values) > 1) / degrees
+    many = min(len(values) for values in spreads)
+    return T_QUANTILES[degrees - 1] * math.sqrt(2 * variance / many)
+
+
+def seed_spread(record: Record) -> float:
+    """Largest difference of mean recall of numbers between two seeds of one model of the trend."""
+    groups = [rows for mixer in MIXERS for rows in by_factor(record, mixer).values()]
+    values = [[share(row, "needles:number") for row in rows] for rows in groups]
+    return max(max(of) - min(of) for of in values)
+
+
+def apart(record: Record, trend: Record) -> dict[str, float]:
+    """Form -> difference from head-wise expansion, where more than the interval; of one seed, than `seed_spread`."""
+    limit = difference_half(record) or seed_spread(trend)
+    found = {form: difference(record, form) for form in forms(record) if form != "headwise"}
+    return {form: value for form, value in found.items() if abs(value) > limit}
+
+
+def ablation_words(record: Record, trend: Record) -> str:
+    """Which forms are told from head-wise expansion, and whether the order is the paper's."""
+    half, found = difference_half(record), apart(record, trend)
+    limit = (
+        f"its interval of ± {number(half)}"
+        if half
+        else f"two seeds of one model of the trend ({number(seed_spread(trend))})"
+    )
+    names = {sign: [FORMS[form] for form, value in found.items() if value * sign > 0] for sign in (1, -1)}
+    lines = [
+        f"- {word} head-wise expansion by more than {limit}: {', '.join(names[sign]) or 'none'}."
+        for word, sign in (("Above", 1), ("Below", -1))
+    ]
+    lines.append(
+        f"- Rank correlation of mean recall with the paper's, eight forms: {number(against_paper(record), digits=2)}."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def against_paper(record: Record) -> float:
+    """Rank correlation of mean recall with the paper's over its eight forms."""
+    found = {form: rows for form, rows in forms(record).items() if form in PAPER}
+    return rank_correlation([mean_recall(rows) for rows in found.values()], [PAPER[form] for form in found])
+
+
+def loss_then(row: Row, first: float, last: float) -> float:
+    """Mean of the recorded losses between two shares of the steps."""
+    end = row["losses"][-1][0]
+    return statistics.mean(loss for step, loss in row["losses"] if first * end <= step <= last * end)
 
 
 def settings_table(record: Record, ablation: Record) -> str:
@@ -239,8 +316,27 @@ def settings_table(record: Record, ablation: Record) -> str:
         training, rows = run["training"], run["results"]
         tried = ", ".join(map(str, sorted({row["seed"] for row in rows})))
         sizes = [tried, str(len(rows)), f"{training['steps']:,}", f"{rows[0]['bytes'] / 1e6:.1f}M"]
-        lines.append([name, *sizes, f"{training['seconds']:.0f} s", f"{rows[0]['learning_rate']:g}"])
-    return table(["run", "seed", "models", "steps", "bytes each", "training", "peak learning rate"], lines, texts=1)
+        lines.append([name, *sizes, f"{training['seconds']:.0f} s", peak_rates(rows), *described(run["settings"])])
+    heads = ["run", "seeds", "models", "steps", "bytes each", "training", "peak learning rate"]
+    heads += ["rows of a step", "heads", "few, short values", "all sizes from", "shorter rows", "longest text"]
+    return table(heads, lines, texts=1)
+
+
+def described(settings: dict[str, Any]) -> list[str]:
+    """Rows, heads, what begins small and the longest text that was tried, of one run."""
+    cuts = [f"{settings['length'] // pieces} to {until:.0%}" for until, pieces in settings.get("cuts", ())]
+    sizes = [f"{sum(settings['rows'])} × {settings['length']:,}", f"{settings['heads']} × {settings['head_dim']}"]
+    begin = [f"to {settings['early']:.0%}", f"{settings['ramp']:.0%}", ", ".join(cuts) or "none"]
+    return [*sizes, *begin, f"{settings['longest']:,}"]
+
+
+def peak_rates(rows: list[Row]) -> str:
+    """The peak learning rate of the first model, then of every mixer that has another."""
+    first, others = rows[0]["learning_rate"], dict[str, float]()
+    for row in rows:
+        if row["learning_rate"] != first:
+            others[MIXERS[row["model"].split(":")[0]]] = row["learning_rate"]
+    return ", ".join([f"{first:g}", *(f"{name} {rate:g}" for name, rate in others.items())])
 
 
 def tables() -> dict[str, str]:
@@ -256,7 +352,10 @@ def tables() -> dict[str, str]:
         "characters of UUIDs": lengths_table(record, "uuid", SINGLE),
         "lines of characters": fits_table(record, SINGLE),
         "mean recall": shares_table(record),
+        "numbers by length": curves_table(record, "needles:number", NUMBER_LENGTHS),
+        "prose by length": curves_table(record, "prose:uuid", PROSE_LENGTHS),
         "ablation": ablation_table(ablation),
+        "ablation in words": ablation_words(ablation, record),
     }
 
 

@@ -12,7 +12,7 @@ from tests.experiments.retrieval_page import experiment, page_prose
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return experiment("report_retrieval", monkeypatch)
+    return experiment("report_mad", monkeypatch)
 
 
 @pytest.fixture
@@ -21,9 +21,8 @@ def prose() -> str:
 
 
 def rows_of_mad(script: ModuleType) -> dict[tuple[str, str, bool], dict[str, Any]]:
-    """The rows that ended by (task, mixer, with retrieval)."""
-    rows = script.read(script.MAD)["rows"]
-    return {(r["task"][4:], r["model"]["mixer"], r["model"]["retrieval"] is not None): r for r in rows}
+    """The rows that ended by (task, mixer, with retrieval), of several the best."""
+    return {(key[0][4:], *key[1:]): row for key, row in script.best_rows().items()}
 
 
 def pair(script: ModuleType, task: str, mixer: str, of: str = "accuracy") -> list[str]:
@@ -34,24 +33,20 @@ def pair(script: ModuleType, task: str, mixer: str, of: str = "accuracy") -> lis
 
 
 def test_the_mad_suite_of_the_prose(script: ModuleType, prose: str) -> None:
-    record = script.read(script.MAD)
-    found = rows_of_mad(script)
-    missing = record["left"]["cut_off"] + record["left"]["not_started"]
-    assert len(found) + len(missing) == record["runs"] == 60
-    stopped = len(record["left"]["cut_off"])
-    assert f"{len(missing)} of the 60 runs are missing, all of fuzzy recall: {stopped} were cut off" in prose
-    assert {entry["task"] for entry in missing} == {"mad_fuzzy_recall"}
-    assert {entry["mixer"] for entry in record["left"]["not_started"]} == {"mamba"} and len(missing) - stopped == 2
+    found, stopped = rows_of_mad(script), script.open_runs()
+    assert len({(key[0][4:], *key[1:]) for key in stopped} | set(found)) == 60
+    assert f"{len(stopped)} of the 60 cells show a run that was cut off, all of fuzzy recall" in prose
+    assert {task for task, _, _ in stopped} == {script.FUZZY}
 
     def gains(task: str) -> dict[str, float]:
-        both = {m: [found[task, m, with_it]["accuracy"] for with_it in (False, True)] for m in script.MAD_MIXERS}
+        both = {m: [found[task, m, with_it]["accuracy"] for with_it in (False, True)] for m in script.MIXERS}
         return {mixer: with_it - without for mixer, (without, with_it) in both.items()}
 
-    recall = {mixer: pair(script, "in_context_recall", mixer) for mixer in script.MAD_MIXERS}
+    recall = {mixer: pair(script, "in_context_recall", mixer) for mixer in script.MIXERS}
     assert sum(without == ".999" for without, _ in recall.values()) == 4 and recall["gla"] == [".849", ".999"]
     assert found["in_context_recall", "gla", True]["epochs"] == 9 and "in-context recall from .849 to .999" in prose
     for task in ("in_context_recall", "memorization"):
-        for mixer in script.MAD_MIXERS:
+        for mixer in script.MIXERS:
             without, with_it = (found[task, mixer, flag]["epochs"] for flag in (False, True))
             assert with_it <= without, (task, mixer)
     for mixer, words in (("mamba", "Mamba {1} instead of {0}"), ("mamba2", "Mamba-2 {1} instead of {0}")):
@@ -75,10 +70,10 @@ def test_the_mad_suite_of_the_prose(script: ModuleType, prose: str) -> None:
     assert sorted(compressed, key=lambda mixer: compressed[mixer])[0] == "mamba"
     less, *more = sorted(compressed.values())
     assert f"gain {script.number(more[0])} to {script.number(more[-1])}, Mamba loses {script.number(-less)}" in prose
-    kept = {mixer: pair(script, "memorization", mixer, "epochs") for mixer in script.MAD_MIXERS}
+    kept = {mixer: pair(script, "memorization", mixer, "epochs") for mixer in script.MIXERS}
     assert "needs {1} epochs instead of {0}".format(*kept.pop("gla")) in prose
     assert max(int(without) - int(with_it) for without, with_it in kept.values()) == 1
-    assert all(pair(script, "memorization", mixer) == [".999", ".999"] for mixer in script.MAD_MIXERS)
+    assert all(pair(script, "memorization", mixer) == [".999", ".999"] for mixer in script.MIXERS)
     sizes = {key: row["parameters"] for key, row in found.items()}
     more_parameters = [
         sizes[(*key[:2], True)] / size - 1 for key, size in sizes.items() if not key[2] and (*key[:2], True) in sizes
@@ -87,10 +82,10 @@ def test_the_mad_suite_of_the_prose(script: ModuleType, prose: str) -> None:
 
 
 def test_the_noisy_recall_of_the_prose(script: ModuleType, prose: str) -> None:
-    noisy = {mixer: pair(script, "noisy_recall", mixer) for mixer in script.MAD_MIXERS}
+    noisy = {mixer: pair(script, "noisy_recall", mixer) for mixer in script.MIXERS}
     assert noisy.pop("gla") == [".861", ".999"] and "its noisy recall from .861 to .999" in prose
     assert set(map(tuple, noisy.values())) == {(".999", ".999")}
-    needed = {mixer: pair(script, "noisy_recall", mixer, "epochs") for mixer in script.MAD_MIXERS}
+    needed = {mixer: pair(script, "noisy_recall", mixer, "epochs") for mixer in script.MIXERS}
     assert needed.pop("gla") == ["24", "20"] and "GLA is at .861 after 24, and with retrieval at .999 after 20" in prose
     first, last = (end(int(without) for without, _ in needed.values()) for end in (min, max))
     assert f"reach .999 without it, within {first} to {last} epochs" in prose
@@ -100,35 +95,91 @@ def test_the_noisy_recall_of_the_prose(script: ModuleType, prose: str) -> None:
 
 
 def test_the_fuzzy_recall_of_the_prose(script: ModuleType, prose: str) -> None:
-    record, fuzzy = script.read(script.MAD), "mad_fuzzy_recall"
-    runs = {(r["model"]["mixer"], r["model"]["retrieval"] is not None): r for r in record["rows"] if r["task"] == fuzzy}
-    ended = set(runs)
-    assert ended == {("mamba2", False), ("mamba2", True), ("gla", False), ("gated_delta_net", False)}
-    runs |= {(c["mixer"], c["layer"] is not None): c for c in record["left"]["cut_off"]}
-    past = {key: [value for _, _, value in run["history"]] for key, run in runs.items()}
-    best = {key: script.share(max(values), 3) for key, values in past.items()}
-    assert best == {key: script.share(run["accuracy"], 3) for key, run in runs.items()}
-    without, with_it = ("mamba2", False), ("mamba2", True)
-    assert f"Mamba-2 has {best[without]} after 24 epochs without it and {best[with_it]} with it" in prose
-    assert max(past[with_it][:15]) < 0.18 <= max(past[with_it][:16]) and "stays below .18 for 15 epochs" in prose
-    begun = script.share(past[without][14], 3)
-    assert f"rises to {best[with_it]}; without it, it has {begun} by then and {best[without]} at best" in prose
-    without, with_it = ("gated_delta_net", False), ("gated_delta_net", True)
-    assert f"Gated DeltaNet {best[without]}, and {best[with_it]} when it was cut off" in prose
-    ahead = [a > b for a, b in zip(past[with_it], past[without], strict=False)]
-    assert all(ahead[8:21]) and not ahead[21]
-    pair = [script.number(past[key][13]) for key in (with_it, without)]
-    assert "ahead with it for long ({} and {} after 14 epochs)".format(*pair) in prose
-    epochs = script.number(runs[with_it]["epochs"], digits=1)
-    assert f"{best[with_it]} with it at its best in {epochs} epochs, {best[without]} without" in prose
-    epochs = script.number(runs["gla", True]["epochs"], digits=1)
-    assert f"GLA with it was at {best['gla', True]} when it was cut off at {epochs}" in prose
-    other = script.share(max(past["gla", False][: len(past["gla", True])]), 3)
-    assert f"without it at {other} at its best in as many" in prose
-    assert max(runs["rwkv5", flag]["epochs"] for flag in (False, True)) < 7
-    assert {key[0] for key, values in past.items() if max(values) > 0.5} == {"gated_delta_net"}
-    column = script.RESONA_TABLE_1_COLUMNS.index(fuzzy)
+    runs = {(run["mixer"], run["with_it"], run["most"]): run for run in script.fuzzy_runs()}
+    low = [(mixer, flag, 80) for mixer in ("mamba", "mamba2") for flag in (False, True)]
+    assert "four runs of fuzzy recall have half the rate" in prose
+    for key, run in runs.items():
+        assert (run["rate"], run["decay"]) == ((0.0005, 0.1) if key in low else (0.001, 0.0))
+    best = {key: script.share(run["accuracy"], 3) for key, run in runs.items()}
+    last = {key: script.share(run["history"][-1][2], 3) for key, run in runs.items()}
+    alone, later = [[(mixer, flag, 200) for mixer in ("mamba", "mamba2")] for flag in (False, True)]
+    assert all(runs[key]["epochs"] == 200 for key in alone)
+    losses = [[loss for _, loss, _ in runs[key]["history"]] for key in alone]
+    assert all(loss == sorted(loss, reverse=True) for loss in losses) and "training loss falls on and on" in prose
+    rows = [row for row in script.read(script.RECORD)["rows"] if row["task"] == script.FUZZY]
+    steps = {row["model"]["mixer"]: row["best_step"] / 100 for row in rows if row["epochs"] == 200}
+    ends = " and ".join(last[key] for key in alone)
+    shown = f"at {ends}, below their best of {best[alone[0]]} after {steps['mamba']:.0f} epochs and {best[alone[1]]}"
+    assert f"{shown} after {steps['mamba2']:.0f}." in prose
+    course = ", ".join(f"{best[key]} and then {last[key]}" for key in later)
+    assert f"With it they take the same course: {course}." in prose
+
+    words = "Mamba comes to {} without and {} with it, Mamba-2 to {} and {}."
+    assert words.format(*(best[key] for key in low)) in prose
+    names = {"rwkv5": "RWKV-5", "gated_delta_net": "Gated DeltaNet", "gla": "GLA"}
+    shown = [f"{name} {best[mixer, False, 80]} to {best[mixer, True, 80]}" for mixer, name in names.items()]
+    assert f"higher with it: {', '.join(shown)}." in prose
+    gains = [runs[mixer, True, 80]["accuracy"] - runs[mixer, False, 80]["accuracy"] for mixer in names]
+    assert {script.number(gain) for gain in gains} == {".030"} and prose.count(" are .030 higher with it") == 2
+    both = [(mixer, flag, 80) for mixer in names for flag in (False, True)]
+    losses = [[loss for _, loss, _ in runs[key]["history"]] for key in [*both, *low]]
+    assert all(loss == sorted(loss, reverse=True) for loss in losses) and all(runs[key]["ended"] for key in both)
+    assert "They end at {} without and {} with it, {} and {}, {} and {}.".format(*(last[key] for key in both)) in prose
+    keys = {s.key for s in script.runs_again(script.read(script.RECORD)["calls"]) if s.training["epochs"] == 80}
+    at = [row["best_step"] / 100 for row in rows if row["key"] in keys and row["model"]["mixer"] in names]
+    assert len(at) == 6 and f"some epoch between {min(at):.0f} and {max(at):.0f} on in these three" in prose
+    # Two runs of the same settings and seed: what they differ by is chance.
+    other = (("rwkv5", False, 200), ("gated_delta_net", False, 24))
+    assert "came to {} in RWKV-5 and to {} in Gated DeltaNet".format(*(best[key] for key in other)) in prose
+    less = [runs[key[0], True, 80]["accuracy"] - runs[key]["accuracy"] for key in other]
+    assert f"so that {script.number(less[0])} and {script.number(less[1])} are left" in prose
+    values = [{step: value for step, _, value in runs["rwkv5", False, most]["history"]} for most in (200, 80)]
+    epoch = max(values[0].keys() & values[1].keys(), key=lambda step: abs(values[0][step] - values[1][step]))
+    apart = [script.share(value, 3) for value in sorted(each[epoch] for each in values)]
+    assert f"RWKV-5's two stood at {apart[0]} and {apart[1]} after {epoch // 100} epochs" in prose
+    column = script.RESONA_TABLE_1_COLUMNS.index(script.FUZZY)
     for mixer, name in (("mamba2", "Mamba-2"), ("mamba", "Mamba")):
         theirs = [script.number(script.published_mad(mixer, flag)[column]) for flag in (False, True)]
         assert "{} from {} to {}".format(name, *theirs) in prose
-        assert mixer == "mamba" or "The paper's {} goes from {} to {}".format(name, *theirs) in prose
+
+
+def test_the_tables_of_a_small_record(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of a cell, one of them stopped: the suite shows the better, the list of fuzzy recall both."""
+    fuzzy = "tasks=[{name: mad_fuzzy_recall, settings: {vocab_size: 16, length: 128, key_tokens: 3, value_tokens: 3}}]"
+    shared = ["models.mixers=[mamba2]", "training.learning_rates=[0.001]", "training.weight_decays=[0]"]
+    groups = [[fuzzy, "training.epochs=24"]]
+    calls = {"recipe": "recipes/sweeps/mad_baseline.yaml", "shared": shared, "groups": groups}
+    calls["again"] = [[fuzzy, "training.epochs=200"]]
+    (own, _), (longer, other) = ([s for s in specs if s.task == script.FUZZY] for specs in split(script, calls))
+    entry = {"task": script.FUZZY, "mixer": "mamba2", "layer": 0, "key": other.key, "epochs": 30.5, "accuracy": 0.4567}
+    entry["history"] = [[100, 2.5, 0.4567], [200, 2.25, 0.4]]
+    row = {**own.row(), "epochs": 24.0, "accuracy": 0.3333, "history": [[2400, 2.125, 0.25]]}
+    record = {"calls": calls, "rows": [row], "left": {"cut_off": [entry], "not_started": [], "again": [entry]}}
+    monkeypatch.setattr(script, "read", lambda name: record)
+    lines = script.mad_table().splitlines()
+    assert len(lines) == 2 + 2 * 5 and "not run / .436 " in lines[4] and "| .333 / .211 |" in lines[4]
+    assert "| .456, cut off at 30.5 / .629 |" in lines[5]
+    assert script.fuzzy_table().splitlines()[2:] == [
+        "| mamba2 | without | .0010 | .0 | 24 | .333 | .250 | 2.12 |",
+        "| mamba2 | with | .0010 | .0 | 30.5, cut off | .456 | .400 | 2.25 |",
+    ]
+    record["rows"].append({**other.row(), "epochs": 200.0, "accuracy": 0.5, "history": [[20000, 2.0, 0.5]]})
+    record["left"] = {"cut_off": [{**entry, "accuracy": 0.51}], "not_started": [], "again": []}
+    assert "| .510, cut off at 30.5 / .629 |" in script.mad_table()
+    record["left"]["cut_off"] = []
+    assert "| .500 / .629 |" in script.mad_table()
+    for accuracy, shown in ((0.4, ".400"), (0.2, ".333")):
+        further = {**longer.row(), "epochs": 200.0, "accuracy": accuracy, "history": [[20000, 2.0, 0.1]]}
+        record["rows"] = [row, further]
+        assert f"| {shown} / .211 |" in script.mad_table()
+    # A run of the sweep itself was stopped, a further one of its cell is not known at all.
+    record["left"]["cut_off"] = [{key: value for key, value in entry.items() if key != "key"}]
+    epochs = [line.split("|")[5].strip() for line in script.fuzzy_table().splitlines()[2:]]
+    assert epochs == ["24", "200", "30.5, cut off"]
+
+
+def split(script: ModuleType, calls: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The runs of the calls themselves (without retrieval, with it) and the further ones."""
+    further = script.runs_again(calls)
+    keys = {spec.key for spec in further}
+    return [spec for key, spec in script.runs_by_key(calls).items() if key not in keys], further

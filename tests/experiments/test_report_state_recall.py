@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import ModuleType
 
@@ -44,7 +45,8 @@ def test_every_model_was_run(script: ModuleType) -> None:
     names = [f"{mixer}:{factor}" for mixer in ("gated_delta_net", "gla") for factor in (1, 2, 4, 8)] + ["transformer"]
     found = sorted((row["model"], row["seed"]) for row in record["results"])
     assert found == sorted((name, seed) for name in names for seed in (0, 1))
-    assert {row["model"] for row in script.joined(script.ABLATION)["results"]} == set(script.FORMS)
+    found = sorted((row["model"], row["seed"]) for row in script.joined(script.ABLATION)["results"])
+    assert found == sorted((form, seed) for form in script.FORMS for seed in range(3))
 
 
 def test_runs_differ_in_their_seed_alone(script: ModuleType) -> None:
@@ -62,122 +64,189 @@ def prose() -> str:
     return " ".join(" ".join(line for line in lines if not line.startswith("|")).split()).replace("**", "")
 
 
-def lengths(script: ModuleType, mixer: str, measure: str, kind: str = "number") -> dict[int, list[int]]:
-    """Factor -> recall lengths at the lowest threshold, seed by seed."""
+def lengths(script: ModuleType, mixer: str) -> dict[int, list[int]]:
+    """Factor -> recall lengths of whole numbers at the lowest threshold, seed by seed."""
     groups = script.by_factor(script.joined(script.TREND), mixer)
-    return {
-        many: [script.reached(row, f"needles:{kind}", 0.5, measure) for row in rows] for many, rows in groups.items()
-    }
+    return {many: [script.reached(row, "needles:number", 0.5) for row in rows] for many, rows in groups.items()}
+
+
+def shown(script: ModuleType, values: list[float], digits: int = 2) -> list[str]:
+    """As the page has them."""
+    return [script.number(value, digits=digits) for value in values]
 
 
 def test_what_the_prose_says_of_the_exponents(script: ModuleType, prose: str) -> None:
     record = script.joined(script.TREND)
-    powers = {
-        (measure, mixer, kind, threshold): script.fitted(record, mixer, kind, threshold, measure)[1]
-        for measure in (script.WHOLE, script.SINGLE)
+
+    def interval(mixer: str, kind: str, threshold: float, measure: str) -> tuple[float, float]:
+        power = script.fitted(record, mixer, kind, threshold, measure)[1]
+        assert power.points == 8
+        return power.slope - power.half, power.slope + power.half
+
+    ends = {
+        mixer: [interval(mixer, kind, t, script.SINGLE) for kind in script.KINDS for t in record["thresholds"]]
         for mixer in ("gated_delta_net", "gla")
-        for kind in script.KINDS
-        for threshold in record["thresholds"]
     }
-    for (*_, threshold), power in powers.items():
-        if threshold == 0.5 and power is not None:
-            assert power.slope - power.half < 0 < power.slope + power.half < 1
-    single = {key: power for key, power in powers.items() if key[0] == script.SINGLE}
-    assert len(single) == 16 and "Of the 16 intervals for characters one leaves out zero" in prose
-    (found,) = [key for key, power in single.items() if abs(power.slope) > power.half]
-    assert found == (script.SINGLE, "gla", "number", 0.7) and single[found].points == 7
-    shown = script.with_half(single[found].slope, single[found].half, 2)
-    assert f"{shown} for GLA, numbers, threshold .7, without the one model that has length 0" in prose
+    every = [*ends["gated_delta_net"], *ends["gla"]]
+    above = sum(low > 0 for low, _ in every)
+    assert f"Of the {len(every)} exponents of recall length by characters {above} have an interval above zero" in prose
+    assert all(low < 1 < high for low, high in ends["gated_delta_net"])
+    highest = sorted(high for _, high in ends["gla"])
+    assert len(highest) == 8 and highest[-1] < 1
+    assert "all eight end below 1, at {} to {}".format(*shown(script, [highest[0], highest[-1]])) in prose
+    powers = [script.fitted(record, mixer, "number", 0.5)[1] for mixer in ("gated_delta_net", "gla")]
+    assert powers[0].slope > powers[0].half and powers[1].slope < powers[1].half
+    first, second = (script.with_half(power.slope, power.half, 2) for power in powers)
+    assert f"that of Gated DeltaNet has ({first}) and that of GLA has not ({second})" in prose
+    for measure in (script.WHOLE, script.SINGLE):
+        for kind in script.KINDS:
+            steep, flat = (script.fitted(record, mixer, kind, 0.5, measure)[0] for mixer in ends)
+            assert steep.slope > flat.slope and steep.slope - steep.half < flat.slope + flat.half
 
 
 def test_the_lengths_of_the_prose(script: ModuleType, prose: str) -> None:
-    gla, delta = lengths(script, "gla", script.SINGLE), lengths(script, "gated_delta_net", script.SINGLE)
-    mean = {name: {many: sum(both) // 2 for many, both in of.items()} for name, of in (("gla", gla), ("delta", delta))}
-    for seed in (0, 1):
-        assert min(gla[4][seed], gla[8][seed]) > max(gla[1][seed], gla[2][seed])
-        assert delta[4][seed] == max(both[seed] for both in delta.values())
-        assert delta[8][seed] < delta[1][seed]
+    delta, gla = lengths(script, "gated_delta_net"), lengths(script, "gla")
+    means = [sum(of[many]) / 2 for of in (delta, gla) for many in (1, 8)]
+    assert "({:.0f} to {:.0f} and {:.0f} to {:.0f} bytes, whole numbers".format(*means) in prose
+    assert f"{means[1] / means[0]:.1f} times as long for Gated DeltaNet and {means[3] / means[2]:.1f} times" in prose
+    assert "Gated DeltaNet with E = 4 has {} bytes in one and {} in the other".format(*delta[4]) in prose
+    assert max(delta[4]) - min(delta[4]) > 0.9 * (means[1] - means[0]), "a seed moves a length as much as the state"
+    rows = script.joined(script.TREND)["results"]
+    furthest = max(script.reached(row, f"needles:{kind}", 0.5, script.SINGLE) for row in rows for kind in script.KINDS)
+    assert furthest == 2048 and "no recurrent model recalls that far" in prose
+    for row in rows:
+        for kind in script.KINDS:
+            far = script.reached(row, f"needles:{kind}", 0.5, script.SINGLE)
+            assert far < 2048 or row["model"] == "transformer"
+            if row["model"] == "transformer":
+                assert script.reached(row, "needles:number", 0.5) == 64
+
+
+def test_recall_in_prose(script: ModuleType, prose: str) -> None:
+    record = script.joined(script.TREND)
+    found = {
+        mixer: [
+            sum(script.share(row, "prose:uuid") for row in rows) / len(rows)
+            for rows in script.by_factor(record, mixer).values()
+        ]
+        for mixer in ("gated_delta_net", "gla")
+    }
     assert (
-        "to {} and {} bytes instead of {} and {}, in the mean".format(*(mean["gla"][many] for many in (4, 8, 1, 2)))
-        in prose
-    )
-    assert (
-        "E = 4, {} bytes, and with E = 8, {} bytes, less far than without expansion, {} bytes; in both".format(
-            *(mean["delta"][many] for many in (4, 8, 1))
+        "Gated DeltaNet recalls {}, {}, {} and {} of them with E = 1, 2, 4 and 8; GLA {}, {}, {} and {}.".format(
+            *shown(script, found["gated_delta_net"]), *shown(script, found["gla"])
         )
         in prose
     )
-    assert "Gated DeltaNet with E = 2 has {} bytes in one and {} in the other".format(*delta[2]) in prose
-    rows = script.joined(script.TREND)["results"]
-    best = max(rows, key=lambda row: script.reached(row, "needles:number", 0.5))
-    furthest = script.reached(best, "needles:number", 0.5)
-    (needles,) = [p["needles"] for p in best["points"]["needles:number"] if p["length"] == furthest]
-    assert f"more than half of the numbers among {needles} needles ({furthest} bytes)" in prose
-    (alone,) = [row for row in rows if script.reached(row, "needles:uuid", 0.5)]
-    assert script.reached(alone, "needles:uuid", 0.5) == 64 and alone["points"]["needles:uuid"][0]["needles"] == 1
-    assert f"one of the {len(rows)} models alone, at 64 bytes, which is one needle" in prose
+    assert "Of numbers every model recalls at least .86 there, but for two without expansion" in prose
+    few = [row["model"] for row in record["results"] if script.share(row, "prose:number") < 0.86]
+    assert len(few) == 2 and all(name.endswith(":1") for name in few)
 
 
-def test_who_learned_to_recall(script: ModuleType, prose: str) -> None:
-    record, found = script.joined(script.TREND), {}
-    for mixer in script.MIXERS:
-        shares = [script.share(row, "prose:number") for row in script.models(record, mixer)]
-        found[mixer] = tuple(script.number(share, digits=2) for share in (min(shares), max(shares)))
-    delta, gla = found["gated_delta_net"], found["gla"]
-    assert f"{delta[0]} to {delta[1]} of the time by Gated DeltaNet and {gla[0]} to {gla[1]} by GLA" in prose
-    for row in script.models(record, "transformer"):
-        assert max(script.share(row, name) for name in row["points"]) < 0.005
-    steps = [f"{run['training']['steps']:,}" for run in record["runs"]]
-    assert f"did not learn to recall at all in {steps[0]} and {steps[1]} steps" in prose
+def test_recall_by_length_in_the_prose(script: ModuleType, prose: str) -> None:
+    record = script.joined(script.TREND)
+
+    def at(name: str, length: int) -> list[float]:
+        return [script.recall_at(row, "needles:number", length) for row in record["results"] if row["model"] == name]
+
+    names = {row["model"] for row in record["results"]}
+    attention = sum(at("transformer", 1024)) / 2
+    best = max(max(at(name, 1024)) for name in names - {"transformer"})
+    assert (
+        "yet {} over 1,024 bytes, where the best recurrent model has {}.".format(*shown(script, [attention, best]))
+        in prose
+    )
+    shortest = [share for name in names for share in at(name, 32)]
+    assert "{} to {} from model to model".format(*shown(script, [min(shortest), max(shortest)], 2)) in prose
+    factors = [sum(at("gated_delta_net:8", length)) / sum(at("gated_delta_net:1", length)) for length in (32, 256)]
+    assert "is {:.1f} over 32 bytes and {:.1f} over 256".format(*factors) in prose
+    mean = {name: sum(at(name, 32)) for name in names}
+    assert min(mean, key=mean.__getitem__) == "transformer"
+    assert f"({shown(script, [mean['transformer'] / 2])[0]} over 32 bytes)" in prose
+
+
+def test_what_a_seed_decides(script: ModuleType, prose: str) -> None:
+    record = script.joined(script.TREND)
+
+    def ranks(rows: list[dict[str, object]]) -> list[str]:
+        early, end = ([script.loss_then(row, *when) for row in rows] for when in ((0.15, 0.25), (0.9, 1.0)))
+        recall = [script.share(row, "needles:number") for row in rows]
+        return shown(script, [script.rank_correlation(early, other) for other in (recall, end)])
+
+    rows = [row for row in record["results"] if row["model"] != "transformer"]
+    others = script.joined(script.ABLATION)["results"]
+    assert (
+        "a rank correlation of {} with their mean recall of numbers at the end, and of {} with".format(*ranks(rows))
+        in prose
+    )
+    assert f"of the {len(others)} models of the [ablation](#ablation), whose runs are shorter, " in prose
+    assert "shorter, {} and {}.".format(*ranks(others)) in prose
+    assert f"the mean recall of numbers by up to {shown(script, [script.seed_spread(record)])[0]}." in prose
+
+
+def test_sizes_of_the_prose(script: ModuleType, prose: str) -> None:
+    record = script.joined(script.TREND)
+    sizes = {row["model"]: row["parameters"] for row in record["results"]}
+    text = PAGE.read_text(encoding="utf-8")
+    assert f"| {min(sizes.values()) / 1e6:.2f}M to {max(sizes.values()) / 1e6:.2f}M |" in text
+    more = [sizes[f"{mixer}:8"] / sizes[f"{mixer}:1"] - 1 for mixer in ("gated_delta_net", "gla")]
+    assert f"{more[0]:.0%} at E = 8 for Gated DeltaNet, {more[1]:.0%} for GLA" in prose
+    points = record["results"][0]["points"]["needles:number"]
+    needles = {point["length"]: point["needles"] for point in points}
+    assert needles[32] == 3 and f"2,048 bytes {needles[2048]}." in prose
+    settings = record["settings"]
+    assert (settings["rows"], settings["length"], settings["heads"], settings["head_dim"]) == ([1, 6, 2], 2048, 2, 32)
 
 
 def test_the_ablation_of_the_prose(script: ModuleType, prose: str) -> None:
-    rows = {row["model"]: row for row in script.joined(script.ABLATION)["results"]}
-    mean = {form: script.share(row, "needles:number") for form, row in rows.items()}
-    shown = {form: script.number(value, digits=2) for form, value in mean.items()}
-    assert max(mean, key=mean.__getitem__) == "whole" and min(mean, key=mean.__getitem__) == "1+elu"
-    assert f"without subheads recalls most ({shown['whole']} of" in prose and f"least ({shown['1+elu']})" in prose
-    assert f"without subheads {shown['whole']} against {shown['headwise']} with them" in prose
-    whole, headwise = (script.reached(rows[form], "needles:number", 0.5) for form in ("whole", "headwise"))
-    assert f"longest recall length too, {whole} bytes against {headwise}" in prose
-    assert whole == max(script.reached(row, "needles:number", 0.5) for row in rows.values())
-    assert f"({shown['identity']} and {shown['headwise']}; in the paper" in prose
-    assert f"LFM ({shown['lfm']}), ReLU and DPFP ({shown['dpfp']} each)" in prose and shown["dpfp"] == shown["relu"]
-    assert max(abs(mean[form] - mean["headwise"]) for form in ("low_rank", "heads", "identity")) < 0.03
-    below = {form for form in mean if mean[form] < mean["none"]}
-    assert below == {"1+elu", "dpfp", "relu"} and mean["none"] - mean["1+elu"] < 0.035
-    of = script.joined(script.TREND)
-    pairs = [rows for mixer in script.MIXERS for rows in script.by_factor(of, mixer).values()]
-    spread = max(abs(script.share(a, "needles:number") - script.share(b, "needles:number")) for a, b in pairs)
-    assert f"differ by up to {script.number(spread, digits=2)} in the mean recall" in prose
-    assert {form for form in mean if abs(mean[form] - mean["headwise"]) > spread} == {"whole"}
-    assert f"that without subheads, by {script.number(mean['whole'] - mean['headwise'], digits=2)}." in prose
-    bits = {form: script.number(row["bits_per_byte"][0]) for form, row in rows.items()}
-    best, *others = sorted(bits.values())
-    assert bits["heads"] == best and f"({best}; the others {others[0]} to {others[-1]})" in prose
-    assert f"{rows['heads']['parameters'] / rows['headwise']['parameters'] - 1:.0%} more parameters" in prose
-
-
-def test_what_stands_in_the_way(script: ModuleType, prose: str) -> None:
-    trend, ablation = script.joined(script.TREND), script.joined(script.ABLATION)
-    steps = [f"{record['runs'][0]['training']['steps']:,}" for record in (ablation, trend)]
-    assert f"the ablation have {steps[0]} steps and those of the trend {steps[1]}" in prose
-    rows = {(row["model"], row["seed"]): row for row in trend["results"]}
-    later = {row["model"]: row for row in ablation["results"]}
-    found = []
-    for before, after in (
-        (rows["gated_delta_net:1", 0], later["none"]),
-        (rows["gated_delta_net:4", 0], later["headwise"]),
-    ):
-        assert before["parameters"] == after["parameters"]
-        found += [script.number(script.share(row, "needles:number")) for row in (after, before)]
-        found += [script.reached(row, "needles:number", 0.5, script.SINGLE) for row in (after, before)]
+    record = script.joined(script.ABLATION)
+    assert not script.apart(record, script.joined(script.TREND))
+    half, forms = script.difference_half(record), script.forms(record)
+    assert "no form of expansion is told from head-wise expansion, nor is no expansion at all" in prose
+    assert f"the intervals of ± {script.number(half)} are wider than every difference" in prose
+    assert {script.longest(row, "needles:number") for rows in forms.values() for row in rows} == {1024}
+    means = {form: script.mean_recall(rows) for form, rows in forms.items()}
+    seeds = shown(script, [script.share(row, "needles:number") for row in forms["headwise"]])
+    assert "head-wise expansion recalls {}, {} and {}, and".format(*seeds) in prose
     assert (
-        "E = 1 recalls {} of the numbers instead of {} and half of the characters over {} bytes instead of {}; "
-        "with E = 4 it is {} instead of {}, and {} instead of {}."
-    ).format(*found) in prose
-    fell = [dict(row["losses"])[2200] - row["losses"][-1][1] for row in trend["results"]]
-    assert f"by {script.number(min(fell), digits=2)} to {script.number(max(fell), digits=2)} (single" in prose
-    runs = [run["training"] for run in trend["runs"]]
-    assert {f"{1000 * run['seconds'] / run['steps']:.0f}" for run in runs} == {"107"} and "took 107 ms" in prose
-    assert "and {:.0f} to {:.0f} ms at the end".format(*sorted(1000 * run["step_seconds"] for run in runs)) in prose
+        "the forms' means go from {} to {}.".format(*shown(script, [min(means.values()), max(means.values())])) in prose
+    )
+    assert f"is not told from head-wise ({script.number(means['none'] - means['headwise'])})" in prose
+    assert forms["headwise"][0]["state_size"] == 4 * forms["none"][0]["state_size"]
+    for of in (means, script.PAPER):
+        assert max(of["dpfp"], of["lfm"]) < of["headwise"]
+    assert abs(means["low_rank"] - means["headwise"]) < 0.01
+    last = [sorted(script.PAPER, key=of.__getitem__)[:2] for of in (script.PAPER, means)]
+    assert set(last[0]) == {"1+elu", "whole"} and not set(last[0]) & set(last[1])
+    assert "1 + ELU and the form without subheads are not the last two of the eight" in prose
+    assert round(3 * (half / 0.05) ** 2) == 14 and "about fourteen seeds of each form" in prose
+
+
+def row(model: str, seed: int, right: int) -> dict[str, object]:
+    """A model that recalls `right` of 10 numbers."""
+    points = [{"length": 32, "right": right, "asked": 10}]
+    return {"model": model, "seed": seed, "points": {"needles:number": points}, "state_size": 1}
+
+
+def test_forms_are_told_apart_by_their_interval(script: ModuleType) -> None:
+    """Two seeds each, spread .2 within: variance .02 in both, 2 degrees of freedom, 4.3027 * sqrt(2 * .02 / 2)."""
+    rows = [row("headwise", 0, 4), row("headwise", 1, 6), row("whole", 0, 6), row("whole", 1, 8)]
+    record = {"results": rows}
+    assert script.difference(record, "whole") == pytest.approx(0.2)
+    assert script.difference_half(record) == pytest.approx(4.3027 * 0.02**0.5)
+    trend = {"results": [row("gla:1", 0, 5), row("gla:1", 1, 6)]}
+    assert script.seed_spread(trend) == pytest.approx(0.1)
+    assert script.apart(record, trend) == {}
+    one = {"results": [rows[0], rows[2]]}
+    assert script.difference_half(one) is None
+    assert script.apart(one, trend) == {"whole": pytest.approx(0.2)}
+    words = script.ablation_words(one, trend)
+    assert "two seeds of one model of the trend (.100): without subheads." in words
+    assert "Below head-wise expansion by more than two seeds of one model of the trend (.100): none." in words
+
+
+def test_rank_correlation(script: ModuleType) -> None:
+    """By hand: ranks 0, 1.5, 1.5, 3 and 1, 0, 2.5, 2.5 less 1.5 have products of 2.25 and squares of 4.5."""
+    assert script.rank_correlation([1, 2, 3], [10, 20, 900]) == pytest.approx(1)
+    assert script.rank_correlation([1, 2, 3], [9, 5, 1]) == pytest.approx(-1)
+    assert script.rank_correlation([1, 2, 2, 5], [3, 1, 4, 4]) == pytest.approx(2.25 / 4.5)
+    assert math.isnan(script.rank_correlation([1, 1, 1], [1, 2, 3]))

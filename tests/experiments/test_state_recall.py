@@ -134,6 +134,36 @@ def test_batches_follow_from_seed_and_step(rows: ModuleType, corpus: Path) -> No
     assert max(len(found) for found in early) <= 8 and max(len(v) for f in early for _, v in f) <= 2
 
 
+def test_cut_rows_are_shorter_and_as_many_tokens(rows: ModuleType, corpus: Path) -> None:
+    tokens = np.frombuffer(corpus.read_bytes(), np.uint8).astype(np.int16)
+    mixture = rows.Mixture(3, 100, 512, 1, 4, 1, tokens, 0.1, 0.5, cuts=((0.4, 4), (0.6, 2)))
+    for step, pieces in ((0, 4), (39, 4), (40, 2), (59, 2), (60, 1), (99, 1)):
+        ids, labels = mixture.batch(step)
+        assert mixture.pieces(step) == pieces and ids.shape == labels.shape == (6 * pieces, 512 // pieces)
+        assert (ids[:, 0] == 256).all()
+        needles = slice(pieces, 5 * pieces)
+        assert all(check_answers(*row) >= 1 for row in zip(ids[needles], labels[needles], strict=True))
+
+
+def test_a_step_over_cut_rows_is_a_step_over_shorter_rows(scripts: Any) -> None:
+    from engine import Plan
+    from from_scratch import FreshRun, build, train
+
+    mixer = {"type": "gla", "num_heads": 1, "key_dim": 4, "value_dim": 4}
+    description = {"hidden_size": 8, "layers": [{"mixer": mixer, "mlp_size": 8}]}
+    ids = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
+    trained = []
+    for shape, cuts in (((2, 24), (3,)), ((6, 8), ())):
+        buffers = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+        run = FreshRun(build(description, 24, 1, "cpu"), Plan("a", 1e-2, warmup=1), 10, *buffers, cuts)
+        run.pieces = 3 if cuts else 1
+        train([run], 2, lambda step, shape=shape: (ids.view(shape), ids.view(shape)), *buffers)
+        trained.append(torch.cat([p.flatten() for p in run.model.parameters()]))
+    start = torch.cat([p.flatten() for p in build(description, 24, 1, "cpu").parameters()])
+    # The same operations in the same order.
+    assert (trained[0] == trained[1]).all() and (trained[0] != start).any()
+
+
 def test_recall_length_ends_at_the_first_failure(study: ModuleType) -> None:
     shares = {64: 1.0, 128: 0.75, 192: 0.5, 256: 0.9}
     points = [{"length": length, "right": 100 * share, "asked": 100} for length, share in shares.items()]
@@ -158,9 +188,32 @@ def test_a_model_that_knows_is_right_and_one_that_guesses_is_not(study: ModuleTy
 
     args = study.arguments(["--study", "trend", "--corpus", "a", "--validation", "b", "--out", "c", "--queries", "64"])
     for knows, right in ((True, 64), (False, 0)):
-        point = study.needle_point(Oracle(knows), "number", 128, args, 0)
+        point = study.exam_of_needles("number", 128, args, 0).taken(Oracle(knows))
         assert (point["needles"], point["asked"], point["right"]) == (12, 64, right)
         assert (point["characters_right"] == 5 * 64) == knows
+
+
+def test_an_exam_in_parts_has_every_row_once(study: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = study.arguments(["--study", "trend", "--corpus", "a", "--validation", "b", "--out", "c", "--queries", "50"])
+    # 7 rows of 8 questions are 50 of them or a few more; a row has (12 + 8) lines of 10 bytes.
+    monkeypatch.setattr(study, "AT_ONCE", 600)
+    exam = study.exam_of_needles("number", 128, args, 0)
+    assert [part[0].shape for part in exam.parts] == [(3, 201), (3, 201), (1, 201)]
+    rows = np.concatenate([part[0] for part in exam.parts])
+    assert len(np.unique(rows, axis=0)) == 7
+    again = study.exam_of_needles("number", 128, args, 0)
+    assert all((one[0] == other[0]).all() for one, other in zip(exam.parts, again.parts, strict=True))
+
+
+def test_every_mixer_has_its_own_learning_rate(study: ModuleType) -> None:
+    given = ["--tiny", "--study", "trend", "--corpus", "a", "--validation", "b", "--out", "c", "--first-seed", "3"]
+    args = study.arguments([*given, "--learning-rate", "0.5", "--rates", "gla:0.25", "transformer:0.125"])
+    found = {run.plan.name: (run.plan.learning_rate, run.plan.seed) for run in study.begun(args, "cpu")}
+    rates = {"gated_delta_net:1": 0.5, "gated_delta_net:2": 0.5, "gla:1": 0.25, "gla:2": 0.25, "transformer": 0.125}
+    assert found == {f"{name}/{seed}": (rate, seed) for seed in (3, 4) for name, rate in rates.items()}
+    # The rates of the optimizer itself.
+    run = next(run for run in study.begun(args, "cpu") if run.plan.name == "gla:2/4")
+    assert {float(group["lr"]) for group in run.optimizer.param_groups} == {0.25}
 
 
 @pytest.mark.parametrize("name", ["trend", "ablation"])
@@ -224,9 +277,10 @@ def test_a_small_run_gives_tables_and_a_figure(
     assert all(math.isfinite(loss) for row in trend["results"] for _, loss in row["losses"])
     made = report.tables()
     assert "| trend | 1 | 5 | 3 |" in made["runs"] and "| ablation | 0 | 11 | 3 |" in made["runs"]
+    assert made["runs"].count("| 0.002, GLA 0.003, Transformer 0.001 |") == 2 and made["runs"].count("| 0.002 |") == 1
     assert "| Gated DeltaNet | 2 | 256 |" in made["recall of numbers"] and "more heads" in made["ablation"]
     report.draw(tmp_path)
-    assert "Gated DeltaNet, whole values" in (tmp_path / "state_recall.svg").read_text()
+    assert "Gated DeltaNet, UUIDs" in (tmp_path / "state_recall.svg").read_text()
 
 
 def test_training_ends_with_its_budget_and_its_schedule(scripts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
