@@ -158,3 +158,14 @@ def test_a_state_that_cannot_be_written(checkpoint: Path, tmp_path: Path, capsys
     place = tmp_path / "file" / "state.safetensors"
     assert main(["generate", str(checkpoint), "--prompt", "a", "--save-state", str(place)]) == 2
     assert "state.safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("backend", "why"), [("flash_qa", 'Did you mean "flash_qla"?'), ("fla", "not installed")])
+def test_a_backend_of_the_environment_that_cannot_serve(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, backend: str, why: str
+) -> None:
+    monkeypatch.setenv("LONGRECALL_BACKEND", backend)
+    assert main(["generate", str(checkpoint), "--prompt", TEXT]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert why in said and "LONGRECALL_BACKEND names it; without it" in said

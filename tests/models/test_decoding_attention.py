@@ -132,6 +132,64 @@ def test_room_is_needed() -> None:
         DecodingStep(model, 1, room=8).load(state)
 
 
+@torch.no_grad()
+def test_a_room_below_twice_the_window_ends() -> None:
+    # Its columns would be used again while rows still see what is in them.
+    torch.manual_seed(0)
+    layers = [{"mixer": WINDOW | {"window": 8}}]
+    model = RecurrentLM(RecurrentConfig(vocab_size=40, hidden_size=32, layers=layers)).eval()
+    for room, steps in ((10, 3), (16, 16)):
+        ids, mask = prompts(3, 7, "right")
+        state = model(ids, attention_mask=mask).past_key_values
+        step = DecodingStep(model, 3, fused=False, room=room)
+        step.load(state)
+        for token in range(steps):
+            step.ids.fill_(token)
+            out = model(step.ids[:, None], past_key_values=state)
+            state = out.past_key_values
+            # float32 sums in another order.
+            torch.testing.assert_close(step(), out.logits[:, 0], rtol=1e-4, atol=1e-5)
+        with pytest.raises(ValueError, match=f"has room for {room} tokens"):
+            step()
+
+
+@pytest.mark.parametrize("name", ["full", "retrieval"])
+@torch.no_grad()
+def test_recording_leaves_a_step_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Replayed:
+        def __init__(self, work: Any, warmups: int, stream: Any) -> None:
+            self.replay = work
+            for _ in range(warmups):
+                work()
+
+    monkeypatch.setattr(decoding, "record", Replayed)
+    monkeypatch.setattr(decoding, "recording_stream", lambda device: None)
+    model = model_of(name)
+    recorded, fresh = (DecodingStep(model, 2, room=30) for _ in range(2))
+    recorded.capture()
+    for token in range(20):
+        for step in (recorded, fresh):
+            step.ids.fill_(token)
+        assert torch.equal(recorded(), fresh())
+    assert torch.equal(recorded.export().position, fresh.export().position)
+
+
+@pytest.mark.parametrize("name", ["full", "meta", "retrieval"])
+def test_a_step_made_in_inference_mode_serves_outside_of_it(name: str) -> None:
+    model, (ids, _) = model_of(name), prompts(2, 9, "none")
+    steps = []
+    with torch.inference_mode():
+        steps.append(DecodingStep(model, 2, room=30))
+        steps[0].load(model(ids).past_key_values)
+        steps[0]()
+    with torch.no_grad():
+        steps.append(DecodingStep(model, 2, room=30))
+        state = model(ids).past_key_values
+        for step in steps:
+            step.load(state)
+        assert torch.equal(steps[0](), steps[1]())
+
+
 def test_prompts_are_read_in_one_pass() -> None:
     assert "layer 0 (attention)" in str(why_no_room(model_of("full"), 100))
     assert "layer 0 (hymba)" in str(why_no_room(model_of("hymba"), 100))

@@ -100,6 +100,16 @@ def test_a_returned_state_is_a_copy() -> None:
         assert all(torch.equal(layer[name], copies[name]) for name in copies)
 
 
+def test_segments_made_in_inference_mode_serve_outside_of_it() -> None:
+    model = model_of("gla")
+    with torch.inference_mode():
+        segments = segments_of(model, 2)
+        expected, _ = read_prompt(model, segments, text(2, 40), None)
+    with torch.no_grad():
+        found, _ = read_prompt(model, segments, text(2, 40), None)
+    assert torch.equal(found, expected)
+
+
 @torch.no_grad()
 def test_a_rest_is_read_eagerly_at_first() -> None:
     model, ids = model_of("gla"), text(1, LONG + 3)

@@ -54,6 +54,14 @@ def test_without_gradients_no_graph_is_built() -> None:
     assert not o.requires_grad and not final.requires_grad
 
 
+def test_gradients_are_those_of_float32_inside_autocast() -> None:
+    op, inputs = make("gated_delta", 70, torch.float32)
+    expected = outputs_and_gradients(op, inputs, "chunked")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = outputs_and_gradients(op, inputs, "chunked")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_strided_inputs_give_the_same_gradients() -> None:
     op, inputs = make("gated_delta", 70, torch.float64)
     strided = [x.movedim(1, -1).contiguous().movedim(-1, 1) for x in inputs]

@@ -306,6 +306,12 @@ def test_the_table_decides(installed: list[str], monkeypatch: pytest.MonkeyPatch
     assert chosen(tensors) is None
 
 
+def test_a_call_without_numbers_is_our_own(installed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "MEASURED", (row(LENGTH, "fla"),))
+    tensors = {name: x if x is None else x[:0] for name, x in inputs("head", width=128).items()}
+    assert chosen(tensors) is None
+
+
 def test_sharing_tells_layers_apart(installed: list[str]) -> None:
     grouped = {k: x for k, x in inputs("head", groups=2).items() if k != "initial_state"}
     assert peers.describe("gated_delta_rule", grouped).sharing == 2

@@ -83,6 +83,11 @@ class AttentionStep:
         self.columns = columns
         self.offset.copy_(columns - position[:1])
 
+    def goes_round(self, buffers: Buffers) -> bool:
+        """Whether a column is out of every row's window when it is used again: the buffers never fill up."""
+        window = self.mixer.config.window
+        return window is not None and buffers["position"].shape[1] >= 2 * window
+
     def export(self, buffers: Buffers, read: int, position: Tensor) -> LayerState:
         """The cache `read` tokens after `load`, the oldest column first, as views or copies of the buffers."""
         columns, room = self.columns + read, buffers["position"].shape[1]

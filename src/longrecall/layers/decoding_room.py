@@ -68,7 +68,7 @@ def load(step: Step, buffers: Buffers, state: LayerState, position: Tensor) -> i
         own = buffers_under(buffers, path)
         inside |= {f"{path}.{name}" if path else name for name in own}
         inner.load(own, dict(buffers_under(state, path)), position)
-        taken = max(taken, 0 if inner.mixer.config.window else inner.columns)
+        taken = max(taken, 0 if inner.goes_round(own) else inner.columns)
     for name, tensor in state.items():
         if name not in inside:
             # Only chunk vectors are fewer than there is room for.

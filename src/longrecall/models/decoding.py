@@ -110,6 +110,9 @@ class DecodingStep:
     of context, those yet to come included, for a model with retrieval or attention layers; others need none.
     """
 
+    # Made in inference mode, the buffers could not be written outside of it.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def __init__(
         self,
         model: RecurrentLM,
@@ -192,6 +195,9 @@ class DecodingStep:
         return RecurrentState(state.map(Tensor.clone).layers, self.position.clone(), self.columns, context)
 
     def _clear(self) -> None:
+        self.position.zero_()
+        if self.tokens is not None:
+            self.tokens.fill_(NO_TOKEN)
         for step, buffers in zip(self.steps, self.buffers, strict=True):
             decoding_room.clear(step, buffers)
 

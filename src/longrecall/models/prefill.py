@@ -97,6 +97,9 @@ class CapturedSegments:
     longest prompt, a multiple of the last, for a model with retrieval layers, which reads from the first token on only.
     """
 
+    # Made in inference mode, the state could not be written outside of it.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def __init__(self, model: RecurrentLM, batch: int, lengths: tuple[int, ...] = LENGTHS, room: int = 0) -> None:
         self.model, self.lengths, self.longest = model, lengths, lengths[-1]
         self.ids = {length: torch.zeros(batch, length, dtype=torch.long, device=model.device) for length in lengths}
@@ -122,7 +125,8 @@ class CapturedSegments:
         last = hidden[:, -1] if mask is None else hidden.index_select(1, self.count - 1)[:, 0]
         logits = self.model.lm_head(last)
         if self.logits.shape != logits.shape:
-            self.logits = torch.empty_like(logits)
+            with torch.inference_mode(False):
+                self.logits = torch.empty_like(logits)
         self.logits.copy_(logits)
         self.state.write(after.layers, after.position)
 

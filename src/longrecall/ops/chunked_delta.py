@@ -35,6 +35,7 @@ N chunks of E = B * H matrices each are laid out chunk after chunk, ``[N E, ...]
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -144,7 +145,10 @@ class _GatedDeltaRule(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Read once: under gradient checkpointing every access recomputes.
         saved = ctx.saved_tensors
-        d_state, gradients = _backward(saved[:5], ctx.scale, ctx.size, _Kept(*saved[5:]), *grads)
+        # As the forward, which dispatch runs outside autocast: its products would be narrower than what they go into.
+        kind = grads[0].device.type
+        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+            d_state, gradients = _backward(saved[:5], ctx.scale, ctx.size, _Kept(*saved[5:]), *grads)
         return (d_state, None, None, *gradients)
 
 

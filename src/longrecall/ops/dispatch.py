@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longrecall.errors import did_you_mean
+from longrecall.errors import UserError, did_you_mean
 from longrecall.ops import blocked_scan, chunked_delta, chunked_generalised, chunked_linear, peers, reference
 from longrecall.ops.packing import check_boundaries, pack, unpack
 from longrecall.ops.products import product_dtype
@@ -266,16 +266,19 @@ def _run(
 
 
 def choose_backend(name: str | None, op: str, inputs: dict[str, Tensor | None]) -> Backend:
-    """The backend of this name for a call, or with None the fastest; ValueError where it cannot serve the call."""
+    """The backend of this name for a call, or with None the fastest; UserError where it cannot serve the call."""
+    asked = name
     name = name or os.environ.get("LONGRECALL_BACKEND") or None
     if name is None:
         return _fastest(op, inputs)
+    cure = "" if asked else ". LONGRECALL_BACKEND names it; without it every call takes what serves it best"
     if name not in BACKENDS:
-        raise ValueError(f'unknown backend "{name}"; there are {", ".join(BACKENDS)}.{did_you_mean(name, BACKENDS)}')
+        near = did_you_mean(name, BACKENDS)
+        raise UserError(f'unknown backend "{name}"; there are {", ".join(BACKENDS)}{cure}.{near}')
     backend = BACKENDS[name]
     reason = None if backend.declines is None else backend.declines(op, inputs)
     if reason is not None:
-        raise ValueError(f'backend "{name}" cannot serve this call of {op}: {reason}')
+        raise UserError(f'backend "{name}" cannot serve this call of {op}: {reason}{cure}')
     return backend
 
 

@@ -226,7 +226,7 @@ _untraced_run: Any = torch.compiler.disable(_run)
 def faster(op: str, inputs: dict[str, Tensor | None]) -> str | None:
     """The peer that was measured fastest near the shape of this call and does not decline it; None = our own."""
     v = inputs.get("v")
-    if not MEASURED or v is None or not _on_gpu(v) or _left_out.get():
+    if not MEASURED or v is None or not v.numel() or not _on_gpu(v) or _left_out.get():
         return None
     name: str | None = _untraced_faster(op, inputs)
     return name

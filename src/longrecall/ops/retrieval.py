@@ -136,9 +136,8 @@ def best_chunks(
 
 
 def _on_kernels(op: str, inputs: dict[str, Tensor | None], backend: str | None) -> bool:
-    name = backend or os.environ.get("LONGRECALL_BACKEND") or None
-    if name is not None:
-        return choose_backend(name, op, inputs).kernels
+    if backend or os.environ.get("LONGRECALL_BACKEND"):
+        return choose_backend(backend, op, inputs).kernels
     like = next(iter(inputs.values()))
     return like is not None and like.is_cuda and triton.declines(op, inputs) is None
 
