@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from mixture import Books, Recall, opened
+from mixture import Books, ByStep, Recall, opened
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
 
 from longrecall.tasks.babilong.task import TASKS, babilong_byte_batch
 from longrecall.tasks.copying import copying_byte_batch
@@ -27,7 +25,7 @@ BYTES = PieceEncoder(ByteEncoder())
 """One for all stories: it keeps the tokens of their book, which take a hundred times as long to make as a batch."""
 
 
-class Tasks(IterableDataset):
+class Tasks(ByStep):
     """The rows that are no books: phone books and pass keys (`Recall`), copying, stories; by (seed, step) alone."""
 
     def __init__(self, seed: int, steps: int, rows: tuple[int, ...], ramp: float, early: int) -> None:
@@ -35,12 +33,6 @@ class Tasks(IterableDataset):
         self.seed, self.steps = seed, steps
         easy = phonebooks + books // 2
         self.recall = Recall(seed, steps, LENGTH, phonebooks, keys, ramp=ramp, early=early, early_phonebooks=easy)
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        worker = get_worker_info()
-        first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        for step in range(first, self.steps, stride):
-            yield self.batch(step)
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """ids and labels ``[rows, 512]`` of one step."""

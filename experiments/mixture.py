@@ -23,7 +23,23 @@ EARLY_SHAPES = ((1, 1), (1, 2), (2, 1), (2, 2))
 """Those of the opening stage of pretraining, where short names come first."""
 
 
-class Recall(IterableDataset):
+class ByStep(IterableDataset):
+    """Batches of so many `steps`, each a pure function of its step; the workers of a loader take them in turn."""
+
+    steps: int
+
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """ids and labels of one step."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        worker = get_worker_info()
+        first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for step in range(first, self.steps, stride):
+            yield self.batch(step)
+
+
+class Recall(ByStep):
     """Rows of dense recall text: `phonebooks` rows, then `passkeys` rows; every sequence opens with the end token.
 
     The number of pairs is log-uniform (or uniform) from 1 to a ceiling that rises to `most_pairs` over the first `ramp`
@@ -52,12 +68,6 @@ class Recall(IterableDataset):
         self.most_pairs, self.ramp = most_pairs, ramp
         self.shapes, self.uniform = shapes, uniform
         self.early, self.early_phonebooks = early, early_phonebooks
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        worker = get_worker_info()
-        first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        for step in range(first, self.steps, stride):
-            yield self.batch(step)
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """ids and labels of one step; a pure function of (seed, step)."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pages
@@ -268,30 +268,30 @@ def timings() -> dict[str, Row]:
     return {row["name"]: row for row in json.loads(TIMINGS.read_text(encoding="utf-8"))["rows"]}
 
 
-def cost_table() -> str:
-    """Time and memory of reading a text, without and with retrieval."""
+def beside(what: str) -> Iterator[tuple[str, str, tuple[Row, Row], str]]:
+    """Of each model and length: title, length, the rows of `what` without and with retrieval, how much more time."""
     rows = timings()
-    lines = []
     for name, shown in MODELS.items():
         for tokens in TIMED:
-            without, with_it = (rows[f"{name}{kind}: reading {tokens}"] for kind in ("", " with retrieval"))
-            overhead = with_it["ms"] / without["ms"] - 1
-            times = [f"{row['ms']:,.1f}" for row in (without, with_it)]
-            memory = [f"{row['peak_gib']:.2f}" for row in (without, with_it)]
-            lines.append([shown, f"{tokens // 1024}k", *times, f"{overhead:.1%}", *memory])
+            without, with_it = (rows[f"{name}{kind}: {what} {tokens}"] for kind in ("", " with retrieval"))
+            yield shown, f"{tokens // 1024}k", (without, with_it), f"{with_it['ms'] / without['ms'] - 1:.1%}"
+
+
+def cost_table() -> str:
+    """Time and memory of reading a text, without and with retrieval."""
+    lines = [
+        [shown, tokens, *(f"{row['ms']:,.1f}" for row in pair), more, *(f"{row['peak_gib']:.2f}" for row in pair)]
+        for shown, tokens, pair, more in beside("reading")
+    ]
     return table(["model", "tokens", "ms without", "ms with", "more", "peak GiB without", "with"], lines)
 
 
 def decoding_table() -> str:
     """Time of a token after a text, without and with retrieval."""
-    rows = timings()
-    lines = []
-    for name, shown in MODELS.items():
-        for tokens in TIMED:
-            without, with_it = (rows[f"{name}{kind}: continuing after {tokens}"] for kind in ("", " with retrieval"))
-            overhead = with_it["ms"] / without["ms"] - 1
-            times = [f"{row['ms_per_token']:.2f}" for row in (without, with_it)]
-            lines.append([shown, f"{tokens // 1024}k", *times, f"{overhead:.1%}"])
+    lines = [
+        [shown, tokens, *(f"{row['ms_per_token']:.2f}" for row in pair), more]
+        for shown, tokens, pair, more in beside("continuing after")
+    ]
     return table(["model", "after", "ms a token without", "with", "more"], lines)
 
 

@@ -1,0 +1,125 @@
+"""The figures under "Measured" in docs/kernels.md are those of the recorded runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+
+
+def rows_of(record: str) -> dict[str, dict[str, Any]]:
+    text = (ROOT / "benchmarks" / "results" / f"{record}.json").read_text(encoding="utf-8")
+    return {row["name"]: row for row in json.loads(text)["rows"]}
+
+
+def shown(number: float, digits: int) -> str:
+    """So many significant digits, no zero before the point."""
+    after = max(0, digits - len(str(int(number)))) if number >= 1 else digits
+    return f"{number:.{after}f}".removeprefix("0" if number < 1 else "")
+
+
+def test_layers_by_expansion_factor() -> None:
+    rows = rows_of("gpu_layers")
+    ours = [rows[f"layer E={factor} ours"] for factor in (1, 2, 4, 8, 16)]
+    for title, key in (
+        ("forward, ms", "forward_ms"),
+        ("forward and backward, ms", "both_ms"),
+        ("peak, GiB", "peak_gib"),
+    ):
+        assert f"| {title} | {' | '.join(shown(row[key], 3) for row in ours)} |" in PAGE
+    for title, name in (
+        ("fla's kernel in its place: both, ms; peak, GiB", "fla"),
+        ("FlashQLA's kernel in its place", "FlashQLA"),
+    ):
+        one, eight = (rows[f"layer E={factor} {name}"] for factor in (1, 8))
+        assert f"| {title} | {shown(one['both_ms'], 3)}; {one['peak_gib']:.2f} |" in PAGE
+        assert f"| {shown(eight['both_ms'], 3)}; {eight['peak_gib']:.1f} |" in PAGE
+
+
+@pytest.mark.parametrize(
+    ("title", "name", "target"),
+    [
+        ("GLA, merged", "gla of the 1.3B model", 1.6),
+        ("Mamba-2, N 128 to 512", "mamba2 of the 1.3B model, N 128 and 512", 1.5),
+    ],
+)
+def test_layers_with_a_larger_state(title: str, name: str, target: float) -> None:
+    rows = rows_of("gpu_layers")
+    plain, larger = (rows[f"layer {name}, {kind}"] for kind in ("plain", "larger state"))
+    assert larger["times"] < target
+    times = f"{plain['both_ms']:.1f} ms | {larger['both_ms']:.1f} ms | {larger['times']:.2f} | {target} |"
+    assert f"| {title} | {times}" in PAGE
+
+
+@pytest.mark.parametrize(
+    ("title", "case", "peers"),
+    [
+        ("8 x 4096, 8 heads", "gated_delta_rule, decay head, 8x4096 8/8 x (128, 128)", ("fla", "flash_qla")),
+        ("1 x 4096, 8 heads", "gated_delta_rule, decay head, 1x4096 8/8 x (128, 128)", ("fla", "flash_qla")),
+        ("1 x 32768, 8 heads", "gated_delta_rule, decay head, 1x32768 8/8 x (128, 128)", ("fla", "flash_qla")),
+        ("8 x 4096, 64 heads", "gated_delta_rule, decay head, 8x4096 64/64 x (128, 128)", ("fla", "flash_qla")),
+        (
+            "8 x 4096, 8 heads of 8 subheads",
+            "subhead_delta_rule, decay head, 8x4096 64/64 x (128, 128) E=8",
+            ("fla", "flash_qla"),
+        ),
+        (
+            "GLA, 8 x 4096, 4 heads of 256 x 512",
+            "gated_linear_attention, decay channel, 8x4096 4/4 x (256, 512)",
+            ("fla",),
+        ),
+        (
+            "GLA, 1 x 4096, 4 heads of 256 x 512",
+            "gated_linear_attention, decay channel, 1x4096 4/4 x (256, 512)",
+            ("fla",),
+        ),
+    ],
+)
+def test_recurrences_beside_peers(title: str, case: str, peers: tuple[str, ...]) -> None:
+    rows = rows_of("gpu_peers")
+    cells = []
+    for backend in ("ours", *peers):
+        times = [rows[f"{case}: {what}, {backend}"]["ms"] for what in ("forward", "forward and backward")]
+        cells.append("; ".join(shown(ms, 2 if ms < 1 else 3) for ms in times))
+    assert f"| {title} | {' | '.join(cells)} |" in PAGE
+
+
+def test_errors_of_peers() -> None:
+    worst = [row["worst"] for name, row in rows_of("gpu_peers").items() if name.startswith("errors") and "worst" in row]
+    assert 0.0040 < max(worst) < 0.0045 and "at most .0045 of any output or gradient" in PAGE
+
+
+def test_decoding() -> None:
+    rows = rows_of("gpu_decoding")
+    one, many, most = (rows[f"gated_delta_net_400m: decoding, batch {batch}"] for batch in (1, 64, 256))
+    assert f"| {one['ms']:.2f} ms | fla, eager" in PAGE
+    assert f"| {one['generate_ms_per_token']:.2f} ms (busy host) |" in PAGE
+    per_second = [f"{round(row['tokens_per_second'], -1):,.0f}" for row in (many, most)]
+    assert f"| {per_second[0]} and {per_second[1]} tokens/s |" in PAGE
+    captured, plain = (rows[f"gated_delta_net_400m: prefill 1 x 4096{kind}"]["ms"] for kind in (", captured", ""))
+    assert f"| {captured:.1f} ms; {plain:.1f} ms |" in PAGE
+    assert f"copy rate ({rows['copy']['bytes_per_second'] / 1e12:.2f} TB/s)" in PAGE
+    for first, second in (
+        ("mamba2 64 x 128 x 64", "mamba2 64 x 512 x 64"),
+        ("gla merged 4 x 256 x 2048", "gla 4 x 256 x 512"),
+        ("gated_delta_net 64 subheads x 128 x 128", "gated_delta_net 8 x 128 x 128, batch 256"),
+    ):
+        shares = [
+            "; ".join(shown(rows[f"step kernel, {name}, {dtype}"]["share"], 3) for name in (first, second))
+            for dtype in ("float32", "bfloat16")
+        ]
+        assert f"| {shares[0]} | {shares[1]} |" in PAGE
+
+
+def test_a_training_step() -> None:
+    rows = rows_of("gpu_training")
+    fused, whole = (rows[f"gated_delta_net_400m: step, {kind}"] for kind in ("loss alone", "whole logits"))
+    assert (
+        f"takes {fused['ms']:.0f} ms and {fused['peak_gib']:.1f} GiB with the fused loss, {whole['ms']:.0f} ms" in PAGE
+    )
+    assert f"and {whole['peak_gib']:.1f} GiB with whole logits" in PAGE
