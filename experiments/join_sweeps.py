@@ -1,7 +1,7 @@
 """Join the rows of later calls of a sweep with those on record.
 
 Usage: python experiments/join_sweeps.py RECORD ROWS [ROWS ...] -o FILE [--about TEXT]
-           [--recipe RECIPE] [--again OVERRIDE ...]
+           [--recipe RECIPE] [--again OVERRIDE ...] [--control OVERRIDE ...]
 
 RECORD is a result file with `calls`: the recipe, and the overrides of each call that made its rows (`shared` with each
 of `with_retrieval`, and `without_retrieval`; or, for other recipes, `shared` with each of `groups`). Without rows it is
@@ -14,6 +14,9 @@ With --recipe the record gives its overrides alone: the file begins without rows
 --again adds a call to the record (behind `shared`; once for each call): further runs of cells that it has, at other
 learning rates say. Such a cell has several rows; it is open while it has none, and `cut_off` has it too when a stopped
 run came further than its rows. All the further runs that were stopped are in `left` under `again`, by key.
+--control adds a call too (`controls`, behind `shared`): the training of the cells with retrieval for models without it.
+A cell without retrieval may have such a run beside its own. What was stopped of these is in `left` under `controls`, by
+key, and in `cut_off` there is none of them.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +46,26 @@ def runs_again(calls: Mapping[str, Any]) -> list[RunSpec]:
     return [spec for group in groups for spec in runs_of(SweepRecipe.load(recipe, group))]
 
 
+def control_runs(calls: Mapping[str, Any]) -> list[RunSpec]:
+    """The runs without retrieval that are trained as those with it; ValueError when one of them has it."""
+    recipe = ROOT / calls["recipe"]
+    groups = [[*calls["shared"], *group] for group in calls.get("controls", [])]
+    found = [spec for group in groups for spec in runs_of(SweepRecipe.load(recipe, group))]
+    for spec in found:
+        if spec.model.retrieval is not None:
+            raise ValueError(f"{cell(spec)} is no control: it has retrieval")
+    return found
+
+
 def runs_by_key(calls: Mapping[str, Any]) -> dict[str, RunSpec]:
-    """Every run of the recorded calls, those with retrieval first, the further runs of a cell last."""
+    """Every run of the recorded calls, those with retrieval first, the further runs of a cell and the controls last."""
     recipe = ROOT / calls["recipe"]
     groups = [[*calls["shared"], *group] for group in calls.get("groups") or calls["with_retrieval"]]
     if "groups" not in calls:
         groups.append(list(calls["without_retrieval"]))
     found = [spec for group in groups for spec in runs_of(SweepRecipe.load(recipe, group))]
     known = {str(cell(spec)) for spec in found}
-    further = runs_again(calls)
+    further = [*runs_again(calls), *control_runs(calls)]
     for spec in further:
         if str(cell(spec)) not in known:
             raise ValueError(f"no other call has a run of {cell(spec)}: that is no further one")
@@ -91,13 +105,13 @@ def better(known: dict[str, Any] | None, entry: dict[str, Any]) -> dict[str, Any
 
 
 def stopped_runs(
-    names: Mapping[str, Mapping[str, Any]], further: set[str], files: Sequence[Mapping[str, Any]]
+    names: Mapping[str, Mapping[str, Any]], further: Set[str], files: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """How far the runs (key -> cell) came that a file says were stopped; those in `further` are known by their key."""
     found: dict[str, dict[str, Any]] = {}
     for file in files:
         left = file.get("left", {})
-        for entry in [*left.get("cut_off", []), *left.get("again", [])]:
+        for entry in [*left.get("cut_off", []), *left.get("again", []), *left.get("controls", [])]:
             for key, name in names.items():
                 if entry["key"] == key if "key" in entry else key not in further and entry.items() >= name.items():
                     found[key] = better(found.get(key), entry)
@@ -111,20 +125,22 @@ def stopped_runs(
 
 def left_open(
     specs: Mapping[str, RunSpec],
-    further: set[str],
+    further: Set[str],
     rows: Mapping[str, Row],
     files: Sequence[Mapping[str, Any]],
     every: bool = False,
+    controls: Set[str] = frozenset(),
 ) -> dict[str, list[dict[str, Any]]]:
     """What became of the cells without a row; of those not begun only the ones with retrieval, or `every` one.
 
-    `further` are the keys of runs whose cell has another.
+    `further` and `controls` are the keys of runs whose cell has another.
     """
     names = {key: cell(spec) for key, spec in specs.items()}
-    stopped = {key: entry for key, entry in stopped_runs(names, further, files).items() if key not in rows}
+    stopped = {key: entry for key, entry in stopped_runs(names, further | controls, files).items() if key not in rows}
     runs: dict[str, list[str]] = {}
     for key, name in names.items():
-        runs.setdefault(str(name), []).append(key)
+        if key not in controls:
+            runs.setdefault(str(name), []).append(key)
     cut_off, not_started = [], []
     for keys in runs.values():
         ended = [rows[key]["accuracy"] or 0.0 for key in keys if key in rows]
@@ -135,8 +151,11 @@ def left_open(
                 cut_off.append(best)
         elif not ended and (every or specs[keys[0]].model.retrieval):
             not_started.append(names[keys[0]])
-    again = [stopped[key] for key in specs if key in further and key in stopped]
-    return {"cut_off": cut_off, "not_started": not_started, **({"again": again} if further else {})}
+    left = {"cut_off": cut_off, "not_started": not_started}
+    for state, keys_of in (("again", further), ("controls", controls)):
+        if keys_of:
+            left[state] = [stopped[key] for key in specs if key in keys_of and key in stopped]
+    return left
 
 
 def joined(
@@ -145,19 +164,21 @@ def joined(
     about: str = "",
     recipe: str | None = None,
     again: Sequence[Sequence[str]] = (),
+    controls: Sequence[Sequence[str]] = (),
 ) -> tuple[dict[str, Any], list[Row]]:
     """Return (the new record, the rows that belong to none of its calls); see the module for the arguments."""
     calls = dict(record["calls"])
     if recipe is not None:
-        calls = {key: value for key, value in calls.items() if key != "again"} | {"recipe": recipe}
-    if again:
-        known = calls.get("again", [])
-        calls["again"] = [*known, *(list(group) for group in again if list(group) not in known)]
+        calls = {k: v for k, v in calls.items() if k not in ("again", "controls")} | {"recipe": recipe}
+    for name, groups in (("again", again), ("controls", controls)):
+        if groups:
+            known = calls.get(name, [])
+            calls[name] = [*known, *(list(group) for group in groups if list(group) not in known)]
     specs = runs_by_key(calls)
     files = [*([record] if recipe is None else []), *later]
     rows, strange = rows_together(specs, files)
-    further = {spec.key for spec in runs_again(calls)}
-    left = left_open(specs, further, rows, files, every="groups" in calls)
+    further, beside = ({spec.key for spec in found(calls)} for found in (runs_again, control_runs))
+    left = left_open(specs, further, rows, files, every="groups" in calls, controls=beside)
     plain = SweepRecipe.load(ROOT / calls["recipe"])
     head = {
         "schema": SCHEMA,
@@ -182,11 +203,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--about", default="")
     parser.add_argument("--recipe")
-    parser.add_argument("--again", nargs="+", action="append", default=[], metavar="OVERRIDE")
+    for option in ("--again", "--control"):
+        parser.add_argument(option, nargs="+", action="append", default=[], metavar="OVERRIDE")
     args = parser.parse_args(arguments)
     try:
         record, *later = (json.loads(path.read_text(encoding="utf-8")) for path in (args.record, *args.rows))
-        result, strange = joined(record, later, args.about, args.recipe, args.again)
+        result, strange = joined(record, later, args.about, args.recipe, args.again, args.control)
     except (OSError, ValueError, KeyError, TypeError) as error:  # a UserError is a ValueError
         print(f"cannot join: {type(error).__name__}: {error}", file=sys.stderr)
         return 2

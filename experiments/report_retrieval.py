@@ -14,28 +14,35 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import pages
+import report_controls
 import report_mad
 import report_perplexity
 from join_sweeps import runs_again, runs_by_key
 from pages import NOT_RUN, number, read, share, table, until_then
+from recall_cells import (
+    BEFORE,
+    LAYERS,
+    MIXERS,
+    OUR_MIXERS,
+    OURS,
+    PRESENT,
+    REACHED,
+    STOP,
+    Cell,
+    Row,
+    best_rows,
+    cell_of,
+    grid,
+    rows_of,
+    stopped,
+)
 
-from longrecall.report.sweeps import published_mqar
 from longrecall.tasks.published import RESONA_LENGTHS, RESONA_WIDTHS
 
-PRESENT = "mqar_table11.json"
-BEFORE = "mqar_table11_without_runners_up.json"
-OURS = "mqar_ours.json"
 TIMINGS = pages.HERE.parent / "benchmarks" / "results" / "gpu_retrieval.json"
-MIXERS = ("base_conv", "h3", "hyena", "rwkv5", "mamba", "mamba2")
-LAYERS = (0, 2)
-OUR_MIXERS = ("gla", "gated_delta_net", "gated_delta_net_e4")
-REACHED = 0.999
-"""Accuracy that the page counts; `STOP` ends a run."""
-STOP = 0.9995
 EPOCHS = {"1 epoch": range(1, 2), "2": range(2, 3), "3–5": range(3, 6), "6–24": range(6, 25)}
 NEVER = "never"
 MODELS = {"gla_1.3b": "GLA", "mamba2_1.3b": "Mamba-2", "gated_delta_net_1.5b": "Gated DeltaNet"}
@@ -51,60 +58,12 @@ PAPER_PREFILL = {
 }
 """RESONA, table 5: tokens -> model -> milliseconds to read them (without, with retrieval)."""
 TIMED = (2048, 8192, 32768, 131072)
-Cell = tuple[str, int | None, int, int]
-Row = Mapping[str, Any]
-
-
-def cell_of(model: Mapping[str, Any], settings: Mapping[str, Any]) -> Cell:
-    """The place of a run in the table."""
-    layer = None if model["retrieval"] is None else model["retrieval"]["layer"]
-    return model["mixer"], layer, settings["length"], model["hidden_size"]
-
-
-def again_keys(file: str) -> set[str]:
-    """The keys of the further runs of cells that have another."""
-    calls = read(file).get("calls", {})
-    return {spec.key for spec in runs_again(calls)} if "again" in calls else set()
-
-
-def rows_of(file: str) -> dict[Cell, Row]:
-    """The rows of one recorded sweep by (mixer, layer with retrieval, length, width), without further runs."""
-    found: dict[Cell, Row] = {}
-    further = again_keys(file)
-    for row in read(file)["rows"]:
-        cell = cell_of(row["model"], row["settings"])
-        if row.get("key") in further:
-            continue
-        if cell in found:
-            raise ValueError(f"{file}: two rows of {cell}")
-        found[cell] = row
-    return found
-
-
-def best_rows(file: str) -> dict[Cell, Row]:
-    """The same with the best of all rows of a cell; of equal ones the sweep's own."""
-    found, further = rows_of(file), again_keys(file)
-    for row in read(file)["rows"]:
-        cell = cell_of(row["model"], row["settings"])
-        if row.get("key") in further and (cell not in found or row["accuracy"] > found[cell]["accuracy"]):
-            found[cell] = row
-    return found
-
-
-def stopped(file: str = PRESENT) -> dict[Cell, Row]:
-    """The cells whose best run was in training when the time was up: its epochs and its best accuracy."""
-    return {(c["mixer"], c["layer"], c["length"], c["width"]): c for c in read(file)["left"]["cut_off"]}
 
 
 def outcomes(file: str) -> dict[Cell, str]:
     """The accuracy of each cell that ended, and what is known of each that was stopped."""
     ended = {cell: share(row["accuracy"]) for cell, row in best_rows(file).items()}
     return ended | {cell: until_then(run) for cell, run in stopped(file).items()}
-
-
-def grid(layers: tuple[int | None, ...] = LAYERS) -> list[Cell]:
-    """Every cell of table 11, mixer by mixer."""
-    return [(m, i, length, d) for m in MIXERS for i in layers for length in RESONA_LENGTHS for d in RESONA_WIDTHS]
 
 
 def retrieval_table() -> str:
@@ -140,33 +99,6 @@ def counts_table() -> str:
         lines.append([*names, *map(str, (*counts, len(cells) - len(ended) - len(cut_off)))])
     head = ["d", "layer", "cells", f"at {number(REACHED)}", "ended", "of them", "cut off", "of them", "not run"]
     return table(head, lines)
-
-
-def published(mixer: str, length: int, width: int) -> str:
-    """The paper's accuracy in a cell without retrieval."""
-    model = {"mixer": mixer, "hidden_size": width, "layers": 4, "retrieval": None}
-    found = published_mqar(model, {"length": length, "pairs": length // 16})
-    if found is None:
-        raise ValueError(f"nothing is published for {mixer}, length {length}, width {width}")
-    return number(found)
-
-
-def plain_outcomes() -> dict[Cell, str]:
-    """Our accuracy in the cells without retrieval that were run."""
-    ended = {cell: number(row["accuracy"]) for cell, row in rows_of(PRESENT).items() if cell[1] is None}
-    return {cell: until_then(run, 3) for cell, run in stopped().items() if cell[1] is None} | ended
-
-
-def baselines_table() -> str:
-    """Accuracy without retrieval, ours and the paper's."""
-    ours = plain_outcomes()
-    lines = []
-    for mixer in MIXERS:
-        for length in RESONA_LENGTHS:
-            mine = [ours.get((mixer, None, length, width), NOT_RUN) for width in RESONA_WIDTHS]
-            theirs = [published(mixer, length, width) for width in RESONA_WIDTHS]
-            lines.append([mixer, str(length), *map(" / ".join, zip(mine, theirs, strict=True))])
-    return table(["mixer", "L", *(f"d {width}" for width in RESONA_WIDTHS)], lines)
 
 
 def epochs_table() -> str:
@@ -326,7 +258,7 @@ def tables() -> dict[str, str]:
     return some | {
         "counts": counts_table(),
         "with retrieval": retrieval_table(),
-        "without retrieval": baselines_table(),
+        **report_controls.tables(),
         "epochs": epochs_table(),
         "both forms": forms_table(),
         "fell short": short_table(),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longrecall.errors import UserError
-from longrecall.files import check_writable, write_json, write_text
+from longrecall.files import check_no_input, check_writable, write_json, write_text
 
 
 def test_text_replaces_what_was_there_and_makes_folders(tmp_path: Path) -> None:
@@ -53,3 +53,16 @@ def test_places_that_cannot_be_written_are_known_before(tmp_path: Path) -> None:
         for attempt in (check_writable, lambda place: write_text(place, "x")):
             with pytest.raises(UserError, match=r"^cannot write .*; choose another --out$"):
                 attempt(path)
+
+
+def test_what_is_read_is_no_place_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("precious")
+    (tmp_path / "link").symlink_to("book.txt")
+    (tmp_path / "hard").hardlink_to(tmp_path / "book.txt")
+    (tmp_path / "twin").write_text("precious")
+    for path in ("book.txt", tmp_path / "book.txt", "./book.txt", "link", "hard"):
+        with pytest.raises(UserError, match=r"is a file that is read here, and would be replaced; choose another --x$"):
+            check_no_input(path, [None, "gone", "book.txt"], "choose another --x")
+    for path in (None, "twin", "new", tmp_path):
+        check_no_input(path, [None, "gone", "book.txt", tmp_path])

@@ -239,5 +239,17 @@ def test_constraints_pin_every_dependency_within_its_bounds() -> None:
         assert requirement.specifier.contains(versions[name]), f"constraints.txt pins {name} {versions[name]}"
 
 
+def test_the_source_distribution_holds_what_the_pages_and_the_tests_use() -> None:
+    names = PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    # pyproject.toml and the licence travel by themselves.
+    left_out = {"LICENSE", "pyproject.toml", ".gitignore"}
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("no git checkout: nothing says which files are the project's")
+    assert {f"/{line.split('/')[0]}" for line in done.stdout.splitlines()} - {f"/{name}" for name in left_out} == set(
+        names
+    )
+
+
 def test_the_changelog_knows_this_version() -> None:
     assert f"## [{longrecall.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

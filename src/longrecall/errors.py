@@ -1,4 +1,4 @@
-"""The one exception that users are meant to read, and the helper that suggests a nearby name."""
+"""The one exception that users are meant to read, what memory errors look like, and how a nearby name is suggested."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from collections.abc import Iterable
 
 class UserError(ValueError):
     """Bad input from outside: one line that says what, where and what to do. The CLI exits with code 2 on it."""
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that memory, the machine's or a GPU's, did not suffice.
+
+    It is told without torch: a GPU's error by the name of its class, a CPU's, which has none of its own, by its words.
+    """
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or "can't allocate memory" in str(error)
 
 
 def did_you_mean(name: str, choices: Iterable[str], most: int = 1) -> str:

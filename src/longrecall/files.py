@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,7 @@ def write_text(path: str | Path, text: str, advice: str = ELSEWHERE) -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        # mkstemp makes private files; a result is as readable as any other file the user writes.
-        os.chmod(temporary, 0o666 & ~_umask())
+        make_readable(temporary)
         os.replace(temporary, path)
     except OSError as error:
         if temporary is not None:
@@ -57,8 +56,25 @@ def check_writable(path: str | Path, advice: str = ELSEWHERE) -> None:
         raise _cannot_write(path, error, advice) from error
 
 
+def check_no_input(path: str | Path | None, inputs: Iterable[str | Path | None], advice: str = ELSEWHERE) -> None:
+    """Raise `UserError` when `path` is one of the files that are read: writing it would destroy what was given.
+
+    None, and what does not exist, is no file.
+    """
+    for source in inputs:
+        if path is None or source is None or not (os.path.isfile(path) and os.path.isfile(source)):
+            continue
+        if os.path.samefile(path, source):
+            raise UserError(f"{path} is a file that is read here, and would be replaced; {advice}")
+
+
 def _cannot_write(path: Path, error: OSError, advice: str) -> UserError:
     return UserError(f"cannot write {path}: {error.strerror or error}; {advice}")
+
+
+def make_readable(path: str | Path) -> None:
+    """Give a new file the permissions of any other that the user writes; mkstemp and safetensors make private ones."""
+    os.chmod(path, 0o666 & ~_umask())
 
 
 def _umask() -> int:

@@ -123,3 +123,22 @@ def test_a_training_step() -> None:
         f"takes {fused['ms']:.0f} ms and {fused['peak_gib']:.1f} GiB with the fused loss, {whole['ms']:.0f} ms" in PAGE
     )
     assert f"and {whole['peak_gib']:.1f} GiB with whole logits" in PAGE
+
+
+def test_steps_of_small_models() -> None:
+    rows = rows_of("gpu_sweep_steps")
+    labels = {
+        "base_conv": "BaseConv",
+        "h3": "H3",
+        "hyena": "Hyena",
+        "rwkv5": "RWKV-5",
+        "mamba": "Mamba",
+        "mamba2": "Mamba-2",
+    }
+    assert {name.split()[0] for name in rows} == set(labels)
+    for name, row in rows.items():
+        mixer, length, width = name.split()
+        size = f"{length[1:]}, {width[1:]}, {row['batch']}"
+        assert f"| {labels[mixer]} | {size} | {row['ms']:.1f} | {row['torch_ms']:.1f} |" in PAGE
+    apart = {name.split()[0]: row["apart"] for name, row in rows.items()}
+    assert apart.pop("rwkv5") < 0.0042 and max(apart.values()) < 0.00006

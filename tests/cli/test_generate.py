@@ -14,6 +14,7 @@ import longrecall
 from longrecall.cli import generate
 from longrecall.cli.main import main
 from longrecall.models.byte_tokenizer import byte_tokenizer
+from longrecall.models.checkpoint import save
 
 TEXT = "The lighthouse keeper counted seven ships, then eleven more."
 
@@ -130,6 +131,43 @@ def test_bad_input(checkpoint: Path, capsys: pytest.CaptureFixture[str], options
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("options", [[], ["--temperature", "1"], ["--beams", "2"], ["--save-state", "kept"]])
+def test_a_model_whose_logits_are_nan_writes_nothing(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = longrecall.load(checkpoint)
+    with torch.no_grad():
+        model.state_dict()["model.norm.weight"][0] = float("nan")
+    save(model, "broken", byte_tokenizer())
+    assert main(["generate", "broken", "--prompt", TEXT, *options]) == 2
+    told = capsys.readouterr()
+    assert "logits are NaN or infinite" in told.err and told.err.count("\n") == 1 and told.out == ""
+    assert not Path("kept").exists()
+
+
+def test_logits_that_overflow_while_sampling(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def overflow(*_: object, **__: object) -> None:
+        # What torch.multinomial says on a CPU.
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+
+    monkeypatch.setattr(longrecall.RecurrentLM, "generate", overflow)
+    assert main(["generate", str(checkpoint), "--prompt", TEXT, "--temperature", "1"]) == 2
+    assert "became NaN or infinite while sampling" in capsys.readouterr().err
+
+
+def test_a_kept_state_is_as_readable_as_any_other_file(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("x")
+    assert main(["generate", str(checkpoint), "--prompt", TEXT, "--save-state", str(tmp_path / "kept")]) == 0
+    assert (tmp_path / "kept").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_a_prompt_that_is_not_utf8(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from longrecall import __version__
 from longrecall.cli.main import VERBS, main
@@ -123,6 +124,14 @@ def wrapped(cause: BaseException) -> RuntimeError:
         (RuntimeError("I/O error: No space left on device (os error 28)"), 2, ["no space left"]),
         (PermissionError(errno.EACCES, "Permission denied", "/out"), 2, ["no permission", "/out"]),
         (OSError(errno.EROFS, "Read-only file system", "/out"), 2, ["no permission", "/out"]),
+        (MemoryError(), 2, ["memory ran out", "smaller"]),
+        # How torch reports it on a CPU (the allocator's own words) and on a GPU (a class of its own).
+        (
+            wrapped(RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")),
+            2,
+            ["memory ran out", "9 bytes"],
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), 2, ["memory ran out (CUDA out of memory. Tried)"]),
         (KeyError("weight"), 1, ["KeyError", "'weight'", "bug in longrecall", "--debug"]),
         (FileNotFoundError(errno.ENOENT, "No such file", "x"), 1, ["FileNotFoundError", "bug in longrecall"]),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from longrecall.demo.job import MARKER, _prepare, run_demo
 from longrecall.demo.processes import Process, wait_for
 from longrecall.demo.table import closing_table, verdict
 from longrecall.errors import UserError
+
+RECORDED = Path(__file__).parents[2] / "experiments" / "results" / "demo"
 
 
 def result(values: dict[int, float], width: float = 0.02) -> dict[str, Any]:
@@ -96,6 +99,27 @@ def test_a_failing_child_ends_the_others_and_shows_its_last_words(tmp_path: Path
     with pytest.raises(UserError, match="the step failing ended with code 1: no luck"):
         wait_for([sleeper, failing])
     assert not sleeper.alive
+
+
+def test_json_tells_what_a_demo_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def recorded(out: Path, **_: object) -> str:
+        for name in ("before", "after", "control"):
+            shutil.copy(RECORDED / f"{name}.json", out / f"{name}.json")
+        (out / MARKER).write_text('{"seconds": 9.5, "steps": 400, "samples": 1024}')
+        return "the table"
+
+    monkeypatch.setattr("longrecall.demo.job.run_demo", recorded)
+    assert main(["demo", "--out", str(tmp_path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["steps"], facts["samples"], facts["seconds"]) == (400, 1024, 9.5)
+    assert facts["checkpoint"] == str(tmp_path / "checkpoint") and facts["report"] == str(tmp_path / "report.html")
+    capacity = {name: summary["phonebook.capacity"] for name, summary in facts["summaries"].items()}
+    assert capacity == {"before": 4, "after": 8, "control": 4}
+    assert "24 pairs" in facts["verdict"]
+    assert main(["demo", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "the table\n"
 
 
 @pytest.mark.slow

@@ -41,6 +41,24 @@ def run(model: Any, tokenizer: Any, text: str, parts: str, **changes: Any) -> di
     return result
 
 
+@pytest.mark.parametrize(
+    ("rise", "words"),
+    [
+        (0.06, "the loss stays within 0.06 nats of its 64-token level"),
+        (0.004, "the loss stays at its 64-token level"),
+        (-0.05, "the loss stays at its 64-token level"),
+    ],
+)
+def test_a_healthy_loss_is_told_without_negative_distances(rise: float, words: str) -> None:
+    result = {
+        "checkpoint": {"path": "ckpt", "parameters": 1, "surgery": []},
+        "settings": {"training_length": 64, "multiple": 2, "parts": ["perplexity"]},
+        "perplexity": [{"start": 64, "end": 128, "rise": rise, "rise_low": rise - 1, "rise_high": rise + 1}],
+    }
+    (finding,) = verdict(result)
+    assert finding["finding"] == "healthy" and f"perplexity: {words}" in finding["text"]
+
+
 def findings(result: dict[str, Any]) -> list[str]:
     return [finding["finding"] for finding in result["verdict"]]
 

@@ -147,6 +147,39 @@ def test_further_runs_of_a_cell(join_sweeps: ModuleType, record: dict[str, Any])
         join_sweeps.joined(record, [{"rows": []}], "", None, [["models.hidden_sizes=[48]"]])
 
 
+CONTROL = ["models.retrieval=[null]", "models.hidden_sizes=[32]", "training.learning_rates=[0.02]"]
+
+
+def test_controls_stand_beside_the_runs_of_their_cells(join_sweeps: ModuleType, record: dict[str, Any]) -> None:
+    """A cell without retrieval and its control: neither one's row or stop says anything of the other."""
+    own, control = list(join_sweeps.runs_by_key({**CALLS, "controls": [CONTROL]}).values())[-2:]
+    place = {**name(0, 32), "layer": None}
+    assert join_sweeps.cell(own) == join_sweeps.cell(control) == place and control.learning_rate == 0.02
+    assert [spec.key for spec in join_sweeps.control_runs({**CALLS, "controls": [CONTROL]})] == [control.key]
+
+    def joined(record: dict[str, Any], **later: list[dict[str, Any]]) -> dict[str, Any]:
+        return join_sweeps.joined(record, [{"rows": [], **later}], controls=[CONTROL])[0]
+
+    begun = joined(record, running=[row(control, 0.9, 4.5)])
+    entry = {**place, "epochs": 4.5, "accuracy": 0.9, "history": [[1, 2.0, 0.9]], "key": control.key}
+    assert begun["calls"]["controls"] == [CONTROL] and begun["runs"] == 6 and len(begun["rows"]) == 2
+    assert begun["left"]["controls"] == [entry] and begun["left"]["cut_off"] == record["left"]["cut_off"]
+    # Read again it is the same, and the cell's own run without a row is stopped for itself.
+    record = {**begun, "rows": begun["rows"][:1]}
+    third = joined(record, running=[row(own, 0.4, 2.5)])
+    assert third["left"]["controls"] == [entry]
+    assert [(c["layer"], c["accuracy"], "key" in c) for c in third["left"]["cut_off"][1:]] == [(None, 0.4, False)]
+    ended = joined(third, rows=[row(control, 0.95)])
+    assert [r["key"] for r in ended["rows"]][-1] == control.key and ended["left"]["controls"] == []
+    assert ended["left"]["cut_off"] == third["left"]["cut_off"]
+    # They are no part of another recipe's record; what has retrieval, or belongs to no cell, is none.
+    other, _ = join_sweeps.joined(ended, [{"rows": []}], "", "recipes/sweeps/mqar_smoke.yaml")
+    assert "controls" not in other["calls"] and other["runs"] == 5
+    for wrong, why in ((CONTROL[1:], "it has retrieval"), ([CONTROL[0], "models.hidden_sizes=[48]"], "no further one")):
+        with pytest.raises(ValueError, match=why):
+            join_sweeps.joined(record, [{"rows": []}], controls=[wrong])
+
+
 def test_a_stopped_baseline_is_named(join_sweeps: ModuleType, record: dict[str, Any]) -> None:
     specs = list(join_sweeps.runs_by_key(CALLS).values())
     record["rows"].pop(0)

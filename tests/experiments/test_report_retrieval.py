@@ -70,20 +70,23 @@ def test_what_was_cut_off_had_not_ended(script: ModuleType) -> None:
     for cell, run in script.stopped().items():
         assert 0 <= run["accuracy"] < script.STOP and run["epochs"] < max(epochs)
         assert run["epochs"] >= 1 or run["accuracy"] == 0
-        assert run["accuracy"] == max((value for _, _, value in run.get("history", [])), default=0.0)
+        seen = max((value for _, _, value in run.get("history", [])), default=0.0)
+        # Of more than 32 evaluations every second one is kept.
+        assert run["accuracy"] == seen or (run["epochs"] > 32 and run["accuracy"] > seen)
         shown = script.outcomes(script.PRESENT)[cell]
         assert "cut off at" in shown and shown.startswith(script.share(run["accuracy"])) == (run["epochs"] >= 1)
 
 
 @pytest.mark.parametrize("file", ["PRESENT", "BEFORE"])
-def test_rows_were_run_as_the_file_says(script: ModuleType, file: str) -> None:
+def test_rows_were_run_as_the_file_says(script: ModuleType, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     record = script.read(getattr(script, file))
     calls = [[*record["calls"]["shared"], *call] for call in record["calls"]["with_retrieval"]]
     if "without_retrieval" in record["calls"]:
         calls.append(record["calls"]["without_retrieval"])
     own = [spec for call in calls for spec in runs_of(recipe(record, call))]
     specs = {cell_of(spec): spec for spec in own}
-    further = {spec.key: spec for spec in script.runs_again(record["calls"])}
+    joins = experiment("join_sweeps", monkeypatch)
+    further = {s.key: s for found in (joins.runs_again, joins.control_runs) for s in found(record["calls"])}
     for row in record["rows"]:
         # The keys of the earlier form say the form too: its runs are known by their cells.
         spec = further.get(row["key"]) or specs[script.cell_of(row["model"], row["settings"])]
@@ -148,7 +151,7 @@ def test_the_readme_says_the_same(script: ModuleType) -> None:
     cells = [run["accuracy"] for cell, run in outcomes.items() if cell[1] is not None]
     assert len(cells) == 192 and min(cells) >= script.REACHED
     best = script.best_rows(script.PRESENT)["base_conv", 2, 512, 32]
-    assert best["key"] in script.again_keys(script.PRESENT)
+    assert best["key"] in {spec.key for spec in script.runs_again(script.read(script.PRESENT)["calls"])}
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     words = f"all {len(cells)} cells with retrieval recall at least 99.9% of the values"
     assert f"{words}, one of them with the best of three rates and 64 epochs" in readme
@@ -214,49 +217,6 @@ def test_the_cell_with_several_runs_of_the_prose(script: ModuleType, prose: str)
     assert min(learned[64, 0.01]) - 2 >= 26 and "learn nothing for 26 epochs or more" in prose
     assert max(learned[64, 0.00464] + learned[64, 0.00215]) <= 8 and "have learned the task within eight" in prose
     assert sum(map(len, runs.values())) == 10 and "got ten runs more" in prose and "the best of eleven runs" in prose
-
-
-def test_the_baselines_of_the_prose(script: ModuleType, prose: str) -> None:
-    rows = script.rows_of(script.PRESENT)
-    found = {
-        cell: (script.number(row["accuracy"]), script.published(cell[0], *cell[2:]))
-        for cell, row in rows.items()
-        if cell[1] is None
-    }
-    below = sum(float(ours) < float(published) for ours, published in found.values())
-    assert f"in {below} of {len(found)} cells" in prose and f"{len(found)} of 96 cells were run to the end" in prose
-    late = {cell: run for cell, run in script.stopped().items() if cell[1] is None}
-    assert len(late) == 3 and {cell[2:] for cell in late} == {(64, 128)}
-    known = late["h3", None, 64, 128]
-    reached = (script.share(known["accuracy"], 3), script.number(known["epochs"], digits=1))
-    assert "Of the three that were cut off, h3 was at {} after {} of 64 epochs".format(*reached) in prose
-    wide = [("base_conv", None, 64, 128), ("hyena", None, 64, 128)]
-    pairs = [found[cell] for cell in wide]
-    words = "base_conv and hyena at d 128, L 64 have {} and {} against {} and {}."
-    assert words.format(*(ours for ours, _ in pairs), *(theirs for _, theirs in pairs)) in prose
-    tensor = [cell for cell in found if rows[cell].get("matmul_precision") == "high"]
-    assert set(wide) <= set(tensor) and f"{len(tensor)} without it, and all further runs" in prose
-    assert f"{len(found) - len(tensor)} without retrieval" in prose
-    ends = {cell: rows[cell]["history"][-1][1] for cell in found}
-    heart = [cell for cell, loss in ends.items() if cell[2] == 64 and loss < 0.12]
-    values = sorted(float(found[cell][0]) for cell in heart)
-    known = (
-        f"{len(heart)} of the {sum(cell[2] == 64 for cell in found)} cells at L 64 end with a training loss below .12"
-    )
-    assert f"{known} and with {script.number(values[0])} to {script.number(values[-1])} of the test values" in prose
-    slow = sorted(ends[mixer, None, 128, 32] for mixer in ("base_conv", "h3", "hyena"))
-    assert f"base_conv, h3 and hyena end with training losses of {slow[0]:.1f} to {slow[-1]:.1f}" in prose
-    for mixer, words in (
-        ("mamba", "mamba has {} and {} at L 64 and {} at L 128, against {}, {} and {}."),
-        ("h3", "h3 is at {}, {} and {} against {}, {} and {}."),
-    ):
-        cells = [found[mixer, None, *place] for place in ((64, 32), (64, 64), (128, 32))]
-        assert words.format(*(ours for ours, _ in cells), *(published for _, published in cells)) in prose
-    assert "rwkv5 at d 64, L 64 has {} against {}".format(*found["rwkv5", None, 64, 64]) in prose
-    short = [float(b) - float(a) for cell, (a, b) in found.items() if cell[0] == "mamba2"]
-    assert f"mamba2 is {script.number(min(short), digits=2)} to {script.number(max(short), digits=2)} below" in prose
-    stuck = [loss for _, loss, _ in rows["rwkv5", None, 64, 64]["history"]]
-    assert f"its loss fell from {stuck[0]:.1f} to {stuck[-1]:.1f} in 64 epochs" in prose
 
 
 def stored(folder: Path, name: str, rows: list[dict[str, Any]], cut_off: list[dict[str, Any]]) -> None:
@@ -360,7 +320,7 @@ def test_what_was_not_evaluated_shows_no_accuracy(script: ModuleType) -> None:
 
 def test_two_rows_of_one_cell_are_refused(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"model": {"mixer": "h3", "hidden_size": 32, "retrieval": None}, "settings": {"length": 64}}
-    monkeypatch.setattr(script, "read", lambda name: {"rows": [row, row]})
+    monkeypatch.setattr("recall_cells.read", lambda name: {"rows": [row, row]})
     with pytest.raises(ValueError, match="two rows"):
         script.rows_of("x.json")
 

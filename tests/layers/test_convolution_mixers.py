@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longrecall.cli.main import main
 from longrecall.errors import UserError
-from longrecall.layers.mixers.base import LayerState
+from longrecall.layers.mixers.base import LayerState, unread_states
 from longrecall.layers.mixers.registry import mixer_config
 from longrecall.models.accounting import average_key_value_cache_size, describe_sizes, key_value_cache_size
 from longrecall.models.config import RecurrentConfig
@@ -237,6 +237,19 @@ def test_every_parameter_is_alive_through_outputs_and_carried_state(name: str) -
     y.square().sum().backward()
     dead = [n for n, p in module.named_parameters() if p.grad is None or not bool((p.grad != 0).any())]
     assert dead == []
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_unread_states_change_no_output(name: str) -> None:
+    module = layer(EVERY[name])
+    y, state = run(module, numbers(9, rows=2))
+    with unread_states():
+        found, kept = run(module, numbers(9, rows=2))
+    assert torch.equal(found, y)
+    # Only what takes time of its own is left out.
+    left_out = {key for key in state if key not in kept}
+    assert left_out == {key for key in state if "h3" in name or "hymba" in name if key.endswith("recurrent")}
+    assert all(torch.equal(kept[key], state[key]) for key in kept)
 
 
 def test_gradients_of_the_diagonal_recurrence_are_those_of_its_steps() -> None:

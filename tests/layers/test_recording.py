@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,3 +78,37 @@ def test_numbers_can_be_drawn_after_a_failed_capture() -> None:
     with pytest.raises(RuntimeError):
         record(work, 1, torch.cuda.Stream())
     assert torch.rand(3, device="cuda").isfinite().all()
+
+
+def test_autocast_keeps_no_casts_of_weights_for_a_graph(captures: list[list[Any]]) -> None:
+    # Kept ones go when autocast ends; the graph would read where they lay.
+    seen: list[tuple[bool, bool, torch.dtype]] = []
+
+    def work() -> None:
+        cast = torch.get_autocast_dtype("cpu")
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(), cast))
+
+    with torch.autocast("cpu", dtype=torch.float16):
+        record(work, 1, Stream())  # type: ignore[arg-type]
+        assert torch.is_autocast_cache_enabled()
+    assert seen == [(True, False, torch.float16)] * 2
+    record(work, 0, Stream())  # type: ignore[arg-type]
+    assert not seen[-1][0]
+
+
+def test_recordings_in_threads_follow_each_other(captures: list[list[Any]]) -> None:
+    inside, most = 0, 0
+
+    def work() -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.01)
+        inside -= 1
+
+    threads = [threading.Thread(target=record, args=(work, 1, Stream())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1 and len(captures) == 3

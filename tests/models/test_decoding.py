@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any, ClassVar
 
 import pytest
@@ -102,7 +103,8 @@ def stepwise(monkeypatch: pytest.MonkeyPatch) -> list[DecodingStep]:
     """generate() through the step, without a GPU: the step runs eagerly."""
     made: list[DecodingStep] = []
 
-    def eager(model: RecurrentLM, batch: int) -> DecodingStep:
+    def eager(model: RecurrentLM, batch: int, room: int, where: Any) -> DecodingStep:
+        assert not room
         made.append(DecodingStep(model, batch, model.decoding.state_dtype))
         return made[-1]
 
@@ -152,7 +154,7 @@ def test_what_the_loop_does_not_do_goes_to_transformers(stepwise: list[DecodingS
 
 
 def test_a_graph_that_cannot_be_captured_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(model: RecurrentLM, batch: int) -> DecodingStep:
+    def refused(model: RecurrentLM, batch: int, room: int, where: Any) -> DecodingStep:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
     model = model_of(MIXERS["gla"])
@@ -308,3 +310,4 @@ def test_a_copy_of_a_model_starts_without_captured_steps() -> None:
     model = model_of(MIXERS["gla"])
     model.captured_steps[(1, None)] = object()
     assert copy.deepcopy(model).captured_steps == {}
+    assert pickle.loads(pickle.dumps(model.captured_steps)) == {}

@@ -90,7 +90,7 @@ def test_generate_gives_the_same_tokens(name: str, options: dict[str, Any], monk
     model = model_of(name)
     made: list[int] = []
 
-    def eager(model: RecurrentLM, batch: int, room: int) -> DecodingStep:
+    def eager(model: RecurrentLM, batch: int, room: int, where: Any) -> DecodingStep:
         made.append(room)
         return DecodingStep(model, batch, room=room)
 

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from longrecall.layers import retrieval_decoding
+from longrecall.layers.retrieval_decoding import RetrievalStep
+from longrecall.layers.tokens import TokenContext
 from longrecall.models import decoding
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.decoding import DecodingStep, why_no_step, why_not_fixed
@@ -114,7 +117,7 @@ def test_generate_gives_the_same_tokens(options: dict[str, Any], monkeypatch: py
     model = model_of("gla_conv")
     made: list[int] = []
 
-    def eager(model: RecurrentLM, batch: int, room: int) -> DecodingStep:
+    def eager(model: RecurrentLM, batch: int, room: int, where: Any) -> DecodingStep:
         made.append(room)
         return DecodingStep(model, batch, room=room)
 
@@ -130,3 +133,26 @@ def test_generate_gives_the_same_tokens(options: dict[str, Any], monkeypatch: py
     assert not made
     assert torch.equal(generate(), expected)
     assert made == [27]
+
+
+@torch.no_grad()
+def test_keys_and_values_are_those_of_the_weights_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formed in blocks of ids, and anew at every load: writes through `.data` leave no trace."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(retrieval_decoding, "ID_BLOCK", 24)
+    retrieval = MIXERS["retrieval"] | {"base": MIXERS["gla"]}
+    layers = [{"mixer": retrieval | changes} for changes in ({}, {"num_heads": 4, "kv_heads": 2, "head_dim": 6})]
+    torch.manual_seed(0)
+    model = RecurrentLM(RecurrentConfig(vocab_size=40, hidden_size=32, layers=layers)).eval()
+    state = model(prompts(1, 3)[0]).past_key_values
+    step = DecodingStep(model, 1, fused=True, room=9)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn_like(parameter))
+    step.load(state)
+    embedded = TokenContext.read(None, torch.arange(40)[None], None, model.model.embeddings).embedded
+    for own in step.steps:
+        assert isinstance(own, RetrievalStep) and own.memory is not None
+        for place, proj in enumerate((own.mixer.k_proj, own.mixer.v_proj)):
+            expected = proj(embedded)[0].unflatten(-1, own.memory.shape[2:])
+            # The same products, beside others: sums of 32 terms in float32.
+            torch.testing.assert_close(own.memory[:, place], expected, rtol=1e-5, atol=1e-5)

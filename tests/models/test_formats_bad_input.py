@@ -92,6 +92,21 @@ def test_no_model_type(folder: Path) -> None:
         ({"layers": [{"mixer": {"type": "glb"}}]}, "glb"),
         ({"vocab_size": 0}, "vocab_size"),
         ({"hidden_size": "wide"}, "hidden_size"),
+        ({"hidden_size": 10**12}, '"hidden_size" is 1000000000000; it must be at most'),
+        ({"context_length": "512"}, "\"context_length\" is '512'; it must be a positive whole number"),
+        ({"context_length": 0}, "context_length"),
+        ({"norm_eps": "small"}, "norm_eps"),
+        ({"norm_eps": -1.0}, '"norm_eps" is -1.0; it must be a finite number above 0'),
+        ({"norm_eps": float("nan")}, "norm_eps"),
+        ({"initializer_range": -1}, "initializer_range"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"residual_in_fp32": 1}, "residual_in_fp32"),
+        ({"dtype": "float99"}, "\"dtype\" is 'float99'; it must be a floating-point type"),
+        ({"torch_dtype": 7}, "torch_dtype"),
+        ({"layers": [{"mixer": MIXER, "mlp_size": -3}]}, 'layer 0: "mlp_size" is -3; it must be a whole number from 0'),
+        ({"layers": [{"mixer": MIXER, "mlp_size": True}]}, "mlp_size"),
+        ({"layers": [{"mixer": {"type": ["gla"]}}]}, 'layer 0: the "type" of a mixer is'),
+        ({"layers": [{"mixer": {"type": "hymba", "attention": {"type": {}}, "ssm": MIXER}}]}, '"type" of a mixer'),
     ],
 )
 def test_native_config_with_a_bad_value(folder: Path, change: dict[str, Any], named: str) -> None:
@@ -211,6 +226,24 @@ def test_tensor_in_two_shards(folder: Path) -> None:
 def test_surgery_record_that_is_damaged(folder: Path, content: str) -> None:
     (folder / "surgery.json").write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(UserError, match=r"surgery\.json"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("record", "named"),
+    [
+        ({"layers": 3}, '"layers" is 3; it must be a list of layers'),
+        ({"layers": ["0"]}, "layers"),
+        ({"touched": 5}, '"touched" is 5; it must be a list of tensor names'),
+        ({"touched": [None]}, "touched"),
+        ({"state_size": []}, "state_size"),
+        ({"state_size": {"before": "64"}}, "state_size"),
+        ({"parameters": {"before": None}}, "parameters"),
+    ],
+)
+def test_surgery_record_with_a_bad_field(folder: Path, record: dict[str, Any], named: str) -> None:
+    (folder / "surgery.json").write_text(json.dumps([{}, record]))
+    with pytest.raises(UserError, match=f"surgery.json: record 1: .*{named}"):
         open_checkpoint(folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -189,3 +190,85 @@ def test_attention_gives_the_same_tokens_as_without_a_graph(name: str) -> None:
     assert torch.equal(generate(model), expected)
     assert torch.equal(generate(model), expected)
     assert ("step", 3, None, 4096) in model.captured_steps
+
+
+@torch.no_grad()
+def test_autocast_is_recorded_by_itself_and_sees_changed_weights() -> None:
+    model = model_of(MIXERS["gated_delta_net"]).cuda()
+    for enabled in (True, False, True):
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=enabled):
+            state = model(PROMPT.cuda()).past_key_values
+            step = captured_step(model, 3)
+            step.load(state)
+            out = model(step.ids.zero_()[:, None], past_key_values=state).logits[:, 0].float()
+            # Roundings to bfloat16 fall at other places; without autocast float32 sums have another order.
+            assert float((step().float() - out).norm() / out.norm()) < (5e-2 if enabled else 1e-4)
+        # What autocast kept of weights is gone, and something else may lie there; the weights are others.
+        torch.full((1 << 22,), torch.nan, device="cuda")
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    assert list(model.captured_steps) == [("step", 3, None), ("step", 3, None, torch.bfloat16)]
+
+
+LONGEST = 131072
+
+
+def limit(mebibytes: int) -> None:
+    """Leave this process so much more memory than it has taken."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (mebibytes << 20)) / total)
+
+
+def test_rooms_that_memory_has_no_place_for() -> None:
+    model = attention_model("full").cuda()
+    prompt = PROMPT.cuda()[:1].repeat(4, 1)
+    # Every token is an end, so that the plain path has one to write.
+    settings: dict[str, Any] = {"max_new_tokens": LONGEST - 11, "eos_token_id": list(range(40)), "pad_token_id": 0}
+    settings["attention_mask"] = torch.ones_like(prompt)
+    expected = model.generate(prompt, **settings)  # type: ignore
+    assert list(model.captured_steps) == [("step", 4, None, LONGEST)]
+    taken = torch.cuda.memory_allocated()
+    try:
+        # A row's room takes 17 MiB, in pieces of 20 at least: four or five rows have it, both together have not.
+        limit(70)
+        assert captured_step(model, 5, LONGEST).room == LONGEST
+        assert list(model.captured_steps) == [("step", 5, None, LONGEST)]
+        model.captured_steps.clear()
+        limit(30)
+        with pytest.warns(UserWarning, match=f"without a CUDA graph.*room for {LONGEST} tokens.*smaller"):
+            assert torch.equal(model.generate(prompt, **settings), expected)  # type: ignore
+        # Nothing of the room is left.
+        assert not model.captured_steps and torch.cuda.memory_allocated() < taken - (60 << 20)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@torch.no_grad()
+def test_another_thread_works_on_while_a_step_is_recorded() -> None:
+    model, other = model_of(MIXERS["gated_delta_net"]).cuda(), model_of(MIXERS["mamba2"]).cuda()
+    expected, ended, errors = generate(model), threading.Event(), []
+    other.decoding.graphs = False
+
+    def work() -> None:
+        held, ids = [], PROMPT.cuda()
+        try:
+            while not ended.is_set():
+                # New memory each time, as what others have given back would do.
+                held.append(torch.zeros(len(held) % 64 + 1, 1 << 20, device="cuda"))
+                del held[: len(held) // 8]
+                float(other(ids).logits.sum())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(5):
+            model.captured_steps.clear()
+            assert torch.equal(generate(model), expected)
+            assert ("step", 3, None) in model.captured_steps
+    finally:
+        ended.set()
+        thread.join()
+    assert not errors

@@ -148,6 +148,14 @@ def test_generation_from_a_carried_state_equals_reading_everything(name: str, cu
         assert all(torch.equal(layer[n], copy[n]) for n in layer)
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (1, 6), (2, 5), (3, 6), (6,), (2, 1, 6)])
+def test_a_mask_of_another_shape_is_refused_and_not_broadcast(shape: tuple[int, ...]) -> None:
+    model, ids = build("gla"), torch.ones(2, 6, dtype=torch.long)
+    for mask in (torch.ones(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)):
+        with pytest.raises(ValueError, match=r"attention_mask must be \[2, 6\] or longer; got \["):
+            model(ids, attention_mask=mask)
+
+
 def test_a_mask_that_does_not_cover_the_carried_state_is_refused() -> None:
     model, x = build("gla"), tokens(1, 20)
     state = model.zero_state(1)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from longrecall.layers.projections import is_plain, project
+from longrecall.ops.biased_projections import project_with_biases
 from longrecall.ops.projections import project_together
 
 
@@ -35,6 +37,18 @@ def test_what_needs_no_gradient_has_none() -> None:
     expected = torch.autograd.grad((x @ first.T).sum() + (x @ second.T).square().sum(), x)[0]
     # float64, sums of a few terms.
     assert torch.allclose(x.grad, expected, rtol=1e-12)
+
+
+def test_biased_products_and_gradients_equal_those_of_single_layers() -> None:
+    x, *rest = draw((2, 3, 5), (4, 5), (1, 5), (4,), (1,))
+    found = project_with_biases(x, rest[:2], rest[2:])
+    assert all(torch.equal(y, F.linear(x, w, b)) for y, w, b in zip(found, rest[:2], rest[2:], strict=True))
+    # Finite differences of float64, at torch's own tolerances.
+    assert torch.autograd.gradcheck(lambda x, *rest: project_with_biases(x, rest[:2], rest[2:]), (x, *rest))
+    found[1].sum().backward()
+    # Nobody used the first one; the bias of the other adds up the rows.
+    assert rest[0].grad is None and rest[2].grad is None
+    assert rest[3].grad is not None and rest[3].grad.item() == 6.0
 
 
 class Watched(nn.Linear):

@@ -85,7 +85,6 @@ def test_the_kernels_equal_the_sum_over_taps(
         ({"weight": (32, 3)}, "4 taps, not of 3"),
         ({"x": (1, 20, 40), "weight": (40, 4)}, "multiple of 32, not 40"),
         ({"x": (9, 15, 32)}, "fewer than 16 tokens"),
-        ({"activation": None}, "SiLU after"),
     ],
 )
 def test_what_the_kernels_decline_is_said(change: dict[str, Any], message: str) -> None:

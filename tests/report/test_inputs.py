@@ -70,6 +70,16 @@ def test_a_wrong_evaluation_is_refused_by_name(
     assert "wrong.json" in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["training", "evaluation"])
+@pytest.mark.parametrize("key", ["recipe", "settings", "environment", "checkpoint"])
+def test_what_the_page_shows_as_it_stands_must_be_an_object(synthetic: SimpleNamespace, kind: str, key: str) -> None:
+    (path,) = synthetic.write(
+        wrong={**(synthetic.training() if kind == "training" else synthetic.evaluation(5)), key: 3}
+    )
+    with pytest.raises(UserError, match=rf'wrong.json: "{key}" is missing or not a dict; run (train|eval) again'):
+        read_inputs([path])
+
+
 @pytest.mark.parametrize(
     ("log", "message"),
     [(None, "log"), ("text", "log"), ([1], "log"), ([{"loss": 1.0}], '"step"'), ([{"step": 1, "loss": "x"}], '"loss"')],

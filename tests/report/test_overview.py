@@ -18,9 +18,9 @@ from longrecall.report import build_report, drawing
 from longrecall.report.blocks import Plot, Table, spoken
 from longrecall.report.inputs import read_inputs
 from longrecall.report.length_sections import drawn, other_lengths
-from longrecall.report.overview_plots import spread
+from longrecall.report.overview_plots import spread, state_plot
 from longrecall.report.overview_sections import slopes, state_size
-from longrecall.report.summaries import headlines, recorded
+from longrecall.report.summaries import Number, headlines, recorded
 from tests.report.conftest import accuracy, evaluation, write
 from tests.report.test_page import Page
 
@@ -116,6 +116,14 @@ def test_state_sizes_are_told_with_capacity_and_reach(files: list[str]) -> None:
     # The control was not searched.
     assert plot.data.rows[1][3:] == ("–", "–")
     assert state_size(read_inputs(files[::2])) is None, "one size only"
+
+
+def test_the_legend_names_only_files_with_a_point(files: list[str]) -> None:
+    evaluations = list(read_inputs(files).evaluations)
+    labels = [entry.label for entry in evaluations]
+    numbers = {label: Number(4.0 if label != labels[1] else None) for label in labels[:2]}
+    svg = state_plot(evaluations, {"pairs": numbers}, "s")
+    assert [label for label in labels if f">{label}<" in svg] == labels[:1]
 
 
 def test_lengths_take_first_metrics_that_are_shares(files: list[str]) -> None:

@@ -236,6 +236,19 @@ def test_the_command_writes_the_page_and_says_so(
     assert {"before", "after", "after − before"} <= set(Page(out.read_text(encoding="utf-8")).text["th"])
 
 
+def test_a_result_file_is_never_replaced_by_the_page(
+    synthetic: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = synthetic.write(a=synthetic.evaluation(5), b=synthetic.evaluation(9))
+    Path(synthetic.folder, "link").symlink_to(b)
+    before = Path(b).read_bytes()
+    for out in (b, str(Path(synthetic.folder, "link"))):
+        assert main(["report", a, b, "-o", out]) == 2
+        told = capsys.readouterr().err
+        assert "is a file that is read here, and would be replaced; choose another -o" in told and told.count("\n") == 1
+    assert Path(b).read_bytes() == before
+
+
 @pytest.mark.parametrize("label", ["before", "=x.json", "before="])
 def test_a_wrong_label_is_refused(
     synthetic: SimpleNamespace, capsys: pytest.CaptureFixture[str], label: str, tmp_path: Path

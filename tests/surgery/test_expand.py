@@ -250,6 +250,9 @@ def test_source_and_output_must_be_apart(base: Path, tmp_path: Path) -> None:
     ]:
         with pytest.raises(UserError, match=cause):
             expand(base, out, method="grow_state", layers="0", force=True)
+    for nowhere in ("", " "):
+        with pytest.raises(UserError, match="output folder is empty"):
+            expand(base, nowhere, method="grow_state", layers="0", force=True)
     assert files_of(base) == before
 
 

@@ -45,6 +45,26 @@ def test_train_and_resume_print_json(recipe_file: str, capsys: pytest.CaptureFix
     assert "wrote" in capsys.readouterr().out
 
 
+def test_files_of_a_run_are_as_readable_as_any_other(recipe_file: str, tmp_path: Path) -> None:
+    assert main(["train", recipe_file, "--set", "run.steps=2"]) == 0
+    (tmp_path / "other").write_text("x")
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {"model.safetensors", "optimizer.safetensors", "process-00000.safetensors"} <= {path.name for path in files}
+    assert [path for path in files if path.stat().st_mode != (tmp_path / "other").stat().st_mode] == []
+
+
+@pytest.mark.parametrize(("inside", "where"), [("", "is the checkpoint"), ("runs/1", "lies inside the checkpoint")])
+def test_a_run_does_not_write_into_the_checkpoint_that_it_trains(
+    recipe_file: str, base: Path, inside: str, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(base.rglob("*"))
+    for more in ([], ["--dry-run"]):
+        assert main(["train", recipe_file, "--set", f"run.output={base / inside}", *more]) == 2
+        told = capsys.readouterr().err.strip()
+        assert where in told and "\n" not in told
+    assert sorted(base.rglob("*")) == before
+
+
 def test_bad_override_is_a_user_error(recipe_file: str) -> None:
     with pytest.raises(UserError, match='Did you mean "steps"'):
         verb.run(arguments(recipe_file, "--set", "run.step=9"))

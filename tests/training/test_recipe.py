@@ -89,8 +89,8 @@ def test_overrides_are_typed_and_leave_the_data_alone() -> None:
         ("data.context_length=1", "context_length must be between"),
         ("run.steps=0", "run: steps must be above 0"),
         ("run.steps=2.5", "run.steps must be a whole number"),
-        ("run.steps=null", "give either steps or tokens"),
-        ("run.tokens=1m", "give either steps or tokens"),
+        ("run.steps=null", "give steps or tokens"),
+        ("run.threads=many", "run.threads must be a whole number"),
         ("run.batch_size=true", "run.batch_size must be a whole number"),
         ("run.precision=fp8", 'precision "fp8" is none of'),
         ("optimizer.learning_rate=fast", "optimizer.learning_rate must be a number"),
@@ -144,6 +144,29 @@ def test_touched_is_a_multiple_or_a_rate() -> None:
     assert OptimizerRecipe(learning_rate=0.002, touched="10x").touched_rate == pytest.approx(0.02, rel=1e-12)
     assert OptimizerRecipe(learning_rate=0.002, touched=0.5).touched_rate == 0.5
     assert OptimizerRecipe(learning_rate=0.002, touched="1e-2").touched_rate == 0.01
+
+
+def test_an_override_of_the_length_replaces_the_one_of_the_recipe() -> None:
+    by_tokens = {**MINIMAL, "run": {"output": "out", "tokens": "16m"}}
+    assert (recipe := Recipe.from_dict(by_tokens, ["run.steps=500"])).steps() == 500 and recipe.run.tokens is None
+    recipe = Recipe.from_dict(MINIMAL, ["run.tokens = 1m"])
+    assert (recipe.run.steps, recipe.run.tokens) == (None, 1 << 20)
+    assert Recipe.from_dict(MINIMAL, ["run.tokens=1m", "run.tokens=none"]).run.steps == 100
+    for both in (["run.tokens=1m", "run.steps=5"], ["run={output: out, steps: 5, tokens: 1m}"]):
+        with pytest.raises(UserError, match=r"give either steps \(5\) or tokens \(1048576\), not both"):
+            Recipe.from_dict(MINIMAL, both)
+
+
+def test_a_pattern_of_file_names_needs_no_quotes() -> None:
+    recipe = Recipe.from_dict(MINIMAL, ["data.sources.0.path=*.txt"])
+    assert recipe.data.sources == (TextSource("*.txt"),)
+
+
+def test_none_is_no_value() -> None:
+    overrides = ["run.threads=none", "initial_state={kind: state_passing, clip_norm: none}", "run.report_to=none"]
+    recipe = Recipe.from_dict({**MINIMAL, "run": {**MINIMAL["run"], "threads": 3}}, overrides)
+    assert recipe.run.threads is None and recipe.initial_state == StatePassingRecipe()
+    assert recipe.run.report_to == "none"
 
 
 def test_tokens_become_whole_steps() -> None:

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from longrecall.errors import UserError
+from longrecall.errors import UserError, ran_out_of_memory
 from longrecall.units import parse_length
 
 if TYPE_CHECKING:
     import torch
 
+    from longrecall.models.state import RecurrentState
     from longrecall.ops.dispatch import Backend
 
 HELP = "measure throughput of a checkpoint, or of the recurrences, on this machine"
@@ -82,12 +83,13 @@ def bench_checkpoint(args: argparse.Namespace, length: int) -> list[dict[str, An
         model.zero_grad(set_to_none=True)
         model(ids, labels=ids, use_cache=False).loss.backward()
 
-    with torch.inference_mode():
-        state = model(ids, logits_to_keep=1).past_key_values
+    states: list[RecurrentState] = []
 
     def decode() -> None:
-        current = state
         with torch.inference_mode():
+            if not states:  # in the first run, which is not timed
+                states.append(model(ids, logits_to_keep=1).past_key_values)
+            current = states[0]
             for _ in range(args.decode_tokens):
                 current = model(ids[:, :1], past_key_values=current).past_key_values
 
@@ -138,7 +140,7 @@ def bench_ops(args: argparse.Namespace, length: int) -> list[dict[str, Any]]:
                 step = _op_step(op, inputs, backend, backward)
                 timed = _measure(step, batch * length, args.repeats, device)
                 rows.append({"op": name, "what": what, "backend": backend, **timed})
-    return [row | {"times_reference": _reference(rows, row) / row["milliseconds"]} for row in rows]
+    return [row | {"times_reference": _times_reference(rows, row)} for row in rows]
 
 
 def _serves(backend: Backend, device: torch.device, op: str, inputs: dict[str, torch.Tensor | None]) -> bool:
@@ -159,12 +161,27 @@ def _op_step(
     return step
 
 
-def _reference(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> float:
+def _times_reference(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> float | None:
     same = (r for r in rows if (r["op"], r["what"], r["backend"]) == (row["op"], row["what"], "reference"))
-    return float(next(same)["milliseconds"])
+    slow, fast = next(same)["milliseconds"], row["milliseconds"]
+    return None if slow is None or fast is None else float(slow / fast)
 
 
-def _measure(step: Callable[[], None], tokens: int, repeats: int, device: torch.device) -> dict[str, float]:
+def _measure(step: Callable[[], None], tokens: int, repeats: int, device: torch.device) -> dict[str, Any]:
+    """Return what `_times` does; where memory does not suffice, None for each number and an ``"error"`` beside them."""
+    import torch
+
+    try:
+        return _times(step, tokens, repeats, device)
+    except Exception as error:
+        if not ran_out_of_memory(error):
+            raise
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the failed run left must not fail the next one
+    return {"milliseconds": None, "fastest": None, "tokens_per_second": None, "error": "out of memory"}
+
+
+def _times(step: Callable[[], None], tokens: int, repeats: int, device: torch.device) -> dict[str, Any]:
     """Return the median and fastest time of `step` in milliseconds, and tokens per second at the median."""
     import torch
 
@@ -192,8 +209,13 @@ def as_text(facts: dict[str, Any]) -> str:
     rows = [header]
     for row in facts["results"]:
         names = (row["op"], row["what"], row["backend"]) if ops else (row["what"],)
-        ratio = (f"{row['times_reference']:.2f}",) if ops else ()
-        rows.append((*names, f"{row['milliseconds']:.2f}", f"{row['tokens_per_second']:,.0f}", *ratio))
+        ratio = (_shown(row["times_reference"], ".2f"),) if ops else ()
+        speed = _shown(row["tokens_per_second"], ",.0f")
+        rows.append((*names, row.get("error") or _shown(row["milliseconds"], ".2f"), speed, *ratio))
     settings = ", ".join(f"{name} {value}" for name, value in facts["settings"].items())
     environment = ", ".join(f"{name} {value}" for name, value in facts["environment"].items())
     return "\n".join([*aligned(rows, left=3 if ops else 1), "", settings, environment])
+
+
+def _shown(number: float | None, form: str) -> str:
+    return "–" if number is None else format(number, form)

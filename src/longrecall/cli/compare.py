@@ -39,9 +39,10 @@ def run(args: argparse.Namespace) -> int:
     tasks, metrics = _names(args.tasks, "--tasks"), _names(args.metrics, "--metrics")
 
     from longrecall.evaluation.comparison import compare_files
-    from longrecall.files import check_writable, write_json
+    from longrecall.files import check_no_input, check_writable, write_json
 
     if args.out is not None:
+        check_no_input(args.out, (args.first, args.second))
         check_writable(args.out)
     comparison = compare_files(args.first, args.second, tasks=tasks, metrics=metrics, alpha=args.alpha)
     if args.out is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 HELP = "the whole job on a small model that ships with the package: measure, enlarge, post-train, measure, report"
@@ -16,11 +17,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, metavar="N", help="training steps of either run [the recipe's]")
     add("--samples", type=int, default=1024, metavar="N", help="answers per cell [%(default)s]")
     add("--force", action="store_true", help="replace DIR although no demo wrote it")
+    add("--json", action="store_true", help="print where everything lies and the summaries as JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 when it came to its end, whatever it showed."""
-    from longrecall.demo.job import run_demo
+    from longrecall.demo.job import demo_facts, run_demo
 
-    print(run_demo(args.out, steps=args.steps, samples=args.samples, force=args.force))
+    table = run_demo(args.out, steps=args.steps, samples=args.samples, force=args.force)
+    print(json.dumps(demo_facts(args.out), indent=2) if args.json else table)
     return 0

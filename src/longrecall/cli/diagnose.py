@@ -52,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
     parts = None if args.parts is None else [part.strip() for part in args.parts.split(",")]
 
     from longrecall.diagnostics.diagnosis import diagnose_checkpoint
+    from longrecall.files import check_no_input
 
+    check_no_input(args.out, [args.text])
     result = diagnose_checkpoint(
         args.checkpoint,
         args.text,

@@ -15,6 +15,27 @@ from longrecall.tables import aligned
 from longrecall.units import format_length, parse_length
 
 _T = TypeVar("_T")
+TASK_NAMES = (
+    "phonebook",
+    "passkey",
+    "bits_per_byte",
+    "copying",
+    "babilong",
+    "in_context",
+    "metaicl",
+    "question_answering",
+    "passkey_spoken",
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+)
+"""What `longrecall.tasks` registers, written out here so that --help needs not import it."""
+
 _TASKS, _LENGTHS, _SAMPLES = "phonebook,passkey", "512,1k,4k", 256
 
 HELP = "measure what a checkpoint recalls, and how well it predicts text by position"
@@ -28,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--tasks",
         metavar="T,...",
-        help=f"any of those below, comma-separated [{_TASKS}]",
+        help=f"comma-separated, of {', '.join(TASK_NAMES)} and lm_eval:NAME [{_TASKS}]",
     )
     add(
         "--lengths",
@@ -96,20 +117,15 @@ def run(args: argparse.Namespace) -> int:
     batch_tokens = _length(args.batch_tokens, "--batch-tokens")
     segment_tokens = _length(args.segment_tokens, "--segment-tokens")
 
-    longest = None if args.search is None else _length(args.search, "--search")
-    step = _length(args.step, "--step")
-    if longest is not None and len(tasks) > 1:
-        raise UserError(f"--search takes one task, for example --tasks niah_single_3; got {len(tasks)}")
-    if longest is not None and args.compile:
-        raise UserError(
-            "--compile makes code for every length anew, and --search meets a new one at each step: use one"
-        )
+    longest, step = _search(args, tasks), _length(args.step, "--step")
 
     from longrecall.evaluation.checkpoint import evaluate_checkpoint
     from longrecall.evaluation.parallel import torchrun_ranks
     from longrecall.evaluation.recall_search import search_checkpoint
+    from longrecall.files import check_no_input
     from longrecall.tasks.text import read_text
 
+    check_no_input(args.out, [args.text])
     settings: dict[str, Any] = {
         "dtype": args.dtype,
         "device": args.device,
@@ -144,6 +160,19 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         print(f"written to {args.out}", file=sys.stderr)
     return 0
+
+
+def _search(args: argparse.Namespace, tasks: list[str]) -> int | None:
+    """Return the greatest length of --search, None without it; raise UserError for options that do not go with it."""
+    if args.search is None:
+        return None
+    if len(tasks) > 1:
+        raise UserError(f"--search takes one task, for example --tasks niah_single_3; got {len(tasks)}")
+    if args.compile:
+        raise UserError(
+            "--compile makes code for every length anew, and --search meets a new one at each step: use one"
+        )
+    return _length(args.search, "--search")
 
 
 def _options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:

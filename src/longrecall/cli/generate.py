@@ -53,10 +53,12 @@ def run(args: argparse.Namespace) -> int:
     text = _prompt(args)
     import longrecall
     from longrecall.evaluation.checkpoint import load_tokenizer
-    from longrecall.files import check_writable
+    from longrecall.files import check_no_input, check_writable
 
     if args.save_state is not None:
-        check_writable(args.save_state, "choose another --save-state")  # before hours of reading, not after
+        elsewhere = "choose another --save-state"
+        check_no_input(args.save_state, [args.prompt_file], elsewhere)
+        check_writable(args.save_state, elsewhere)  # before hours of reading, not after
     model = longrecall.load(args.checkpoint, dtype=args.dtype, device=args.device)
     tokenizer = load_tokenizer(args.checkpoint, int(model.config.vocab_size))
     start = None if args.load_state is None else longrecall.RecurrentState.load(args.load_state, model)
@@ -65,8 +67,9 @@ def run(args: argparse.Namespace) -> int:
     if not tokens:
         raise UserError("the prompt is empty; give at least one character to continue")
     state = read(model, tokens[:-1], start, progress=not args.json)
+    after = read_last(model, tokens[-1], state)
     if args.save_state is not None:
-        read(model, tokens[-1:], state, progress=False).save(args.save_state, model.fingerprint())
+        after.save(args.save_state, model.fingerprint())
     wanted = args.max_new_tokens if args.max_new_tokens is not None else 0 if args.save_state else 64
     written = continue_from(model, tokens[-1], state, wanted, tokenizer, args) if wanted else []
     answer = tokenizer.decode(written, skip_special_tokens=True)
@@ -107,6 +110,21 @@ def read(
     return current
 
 
+def read_last(model: RecurrentLM, token: int, state: RecurrentState) -> RecurrentState:
+    """Return the state after one more token; raise UserError when no next token can be told from it."""
+    import torch
+
+    with torch.inference_mode():
+        out = model(torch.tensor([[token]], device=model.device), past_key_values=state, use_cache=True)
+    if not bool(torch.isfinite(out.logits).all()):
+        raise UserError(
+            "after the prompt the model's logits are NaN or infinite, so there is nothing to write or keep; "
+            "longrecall diagnose CKPT --text FILE says which layer breaks, and where"
+        )
+    after: RecurrentState = out.past_key_values
+    return after
+
+
 def continue_from(
     model: RecurrentLM, last: int, state: RecurrentState, count: int, tokenizer: Any, args: argparse.Namespace
 ) -> list[int]:
@@ -126,15 +144,23 @@ def continue_from(
     mask = torch.ones(1, state.length + 1, dtype=torch.long, device=model.device)
     with torch.random.fork_rng(devices=_random_devices(model.device)):
         torch.manual_seed(args.seed)
-        # transformers types generate for its own model classes only.
-        out = cast(Any, model).generate(
-            last_token,
-            attention_mask=mask,
-            past_key_values=state,
-            eos_token_id=end,
-            pad_token_id=pad,
-            **options,
-        )
+        try:
+            # transformers types generate for its own model classes only.
+            out = cast(Any, model).generate(
+                last_token,
+                attention_mask=mask,
+                past_key_values=state,
+                eos_token_id=end,
+                pad_token_id=pad,
+                **options,
+            )
+        except RuntimeError as error:
+            if "probability tensor contains" not in str(error):
+                raise
+            raise UserError(
+                "the probabilities of a next token became NaN or infinite while sampling; "
+                "lower --temperature, use a wider --dtype, or look at the model with longrecall diagnose"
+            ) from error
     return [int(token) for token in out[0, 1:]]
 
 

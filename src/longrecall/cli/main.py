@@ -1,6 +1,6 @@
 """The `longrecall` command: finds the verb, runs it, and turns what goes wrong into one line and an exit code.
 
-Exit codes: 0 done, 1 a bug in longrecall, 2 bad input or a full or unwritable disk, 130 interrupted.
+Exit codes: 0 done, 1 a bug in longrecall, 2 bad input, too little memory or a full or unwritable disk, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol, cast
 
 from longrecall import __version__
-from longrecall.errors import UserError, did_you_mean
+from longrecall.errors import UserError, did_you_mean, ran_out_of_memory
 
 VERBS = (
     "demo",
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _settle_stdout()
         return 0
     except Exception as error:
-        if (line := _system_failure(error)) is not None:
+        if (line := _system_failure(error) or _short_memory(error)) is not None:
             return _complain(line, 2)
         if "--debug" in words:
             traceback.print_exc()
@@ -166,6 +166,17 @@ def _system_failure(error: BaseException) -> str | None:
             return f"no space left while writing{place}; free some space or choose another place"
         if code in _FORBIDDEN:
             return f"no permission to use{place or ' a file'}; change its permissions or choose another place"
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _short_memory(error: BaseException) -> str | None:
+    """Return the line for memory that did not suffice, anywhere in the chain of causes, None for anything else."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if ran_out_of_memory(seen):
+            reason = next(iter(str(seen).splitlines()), "") or "the system gave no number"
+            return f"memory ran out ({reason}); ask for less at once: a smaller size, batch, length or dtype"
         seen = seen.__cause__ or seen.__context__
     return None
 

@@ -9,7 +9,7 @@ from longrecall.errors import UserError
 
 HELP = "make one self-contained HTML page from result files"
 EXAMPLE = (
-    "longrecall report before.json after.json run/training.json -o report.html --label control=plain.json plain.json"
+    "longrecall report before.json after.json plain.json run/training.json -o report.html --label control=plain.json"
 )
 
 

@@ -43,11 +43,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.retry and not args.resume:
         raise UserError("--retry goes with --resume: without it every run is trained anyway")
+    from longrecall.files import check_no_input
     from longrecall.sweep.grid import parse_shard, runs_of, shard
     from longrecall.sweep.recipe import SweepRecipe
 
     chosen = None if args.shard is None else parse_shard(args.shard)
     recipe = SweepRecipe.load(args.recipe, args.overrides)
+    check_no_input(recipe.run.output, [args.recipe], "choose another run.output")
     if args.dry_run:
         from longrecall.sweep.summary import plan, plan_lines
 

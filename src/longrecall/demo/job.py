@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from longrecall.demo.processes import Process, TrainingProcess, wait_for
-from longrecall.demo.table import closing_table
+from longrecall.demo.table import closing_table, verdict
 from longrecall.errors import UserError
 from longrecall.evaluation.checkpoint import evaluate_checkpoint
-from longrecall.evaluation.results import read_result
+from longrecall.evaluation.results import read_json, read_result
 from longrecall.files import check_replaceable, write_json
 from longrecall.report import build_report, check_extras
 from longrecall.surgery.expand import expand
@@ -84,6 +84,18 @@ def run_demo(out: Path, steps: int | None = None, samples: int = 1024, force: bo
     shutil.rmtree(out / "work", ignore_errors=True)
     seconds = time.monotonic() - began
     return f"{table}\n\n{seconds:.0f} s; open {out / 'report.html'}; the checkpoint is {out / 'checkpoint'}"
+
+
+def demo_facts(out: Path) -> dict[str, Any]:
+    """Return what a finished demo left in `out`: places, steps, samples, seconds, the three summaries, the verdict."""
+    results = {name: read_result(out / f"{name}.json") for name in LABELS.values()}
+    return {
+        "checkpoint": str(out / "checkpoint"),
+        "report": str(out / "report.html"),
+        **read_json(out / MARKER),
+        "summaries": {name: result["summary"] for name, result in results.items()},
+        "verdict": verdict(results["before"], results["after"], results["control"]),
+    }
 
 
 def _report(out: Path, runs: Sequence[TrainingProcess]) -> None:

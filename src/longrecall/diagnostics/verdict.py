@@ -205,7 +205,11 @@ def _healthy(result: Mapping[str, Any], advice: Advice) -> Finding:
     numbers: dict[str, Any] = {"training_length": settings["training_length"]}
     if rises:
         worst = max(rises, key=lambda entry: float(entry["rise"]))
-        facts.append(f"the loss stays within {worst['rise']:.2f} nats of its {settings['training_length']}-token level")
+        level = f"its {settings['training_length']}-token level"
+        rise = f"{worst['rise']:.2f}"
+        facts.append(
+            f"the loss stays within {rise} nats of {level}" if float(rise) > 0 else f"the loss stays at {level}"
+        )
         numbers["rise"] = worst["rise"]
     points = (result.get("recall") or {"points": []})["points"]
     if points:

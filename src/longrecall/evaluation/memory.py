@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
-from longrecall.errors import UserError
+from longrecall.errors import UserError, ran_out_of_memory
 from longrecall.models.accounting import key_value_cache_size
 from longrecall.models.config import RecurrentConfig
 from longrecall.units import format_length
@@ -77,7 +77,7 @@ class Room:
         try:
             return read(items)
         except (RuntimeError, MemoryError) as error:
-            if not _out_of_memory(error):
+            if not ran_out_of_memory(error):
                 raise
         # Out of the handler: until here the traceback has kept what was read alive.
         if torch.cuda.is_available():
@@ -100,11 +100,6 @@ class Room:
 
 def _say(line: str) -> None:
     tqdm.write(f"longrecall eval: {line}", file=sys.stderr)
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    # The CPU's allocator has no exception of its own.
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def _kept_numbers(config: Any, context: int) -> int:

@@ -39,6 +39,8 @@ class ShortConvolution(nn.Module):
         kept, history = self.weight.shape[1] - 1, None if state is None else state.transpose(1, 2)
         # At the beginning of a text no zeros are transformed in the place of earlier inputs.
         y, inputs = long_convolution(x, self.weight.flip(1), history=history, mask=mask, grow=history is None)
-        inputs = F.pad(inputs, (0, 0, max(0, kept - inputs.shape[1]), 0))[:, -kept:]
+        # Padding by nothing would copy all of them.
+        missing = kept - inputs.shape[1]
+        inputs = F.pad(inputs, (0, 0, missing, 0)) if missing > 0 else inputs[:, -kept:]
         y = y if self.bias is None else y + self.bias.to(y.dtype)
         return y, inputs.transpose(1, 2)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from longrecall.layers.norm import RMSNorm, operand_dtype
+from longrecall.ops.biased_projections import project_with_biases
 from longrecall.ops.normalisation import Gate, gated_norm_projection
 from longrecall.ops.projections import project_together
 
@@ -18,6 +19,30 @@ def is_plain(layer: nn.Module) -> bool:
     What stands in the place of one (an adapter, a quantised one, one with hooks) is called as it wants to be.
     """
     return type(layer) is nn.Linear and layer.bias is None and not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def is_biased(layer: nn.Module) -> bool:
+    """As `is_plain`, of a layer with a bias."""
+    bare = type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
+    return bare and layer.bias is not None
+
+
+def project_biased(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """x ``[..., d]`` through each of the layers, which have biases; on a GPU with one gradient for all of them.
+
+    Under autocast they are called one by one.
+    """
+    together = (
+        x.is_cuda
+        and torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(x.device.type)
+        and not torch.compiler.is_compiling()
+        and all(is_biased(layer) for layer in layers)
+    )
+    if not together:
+        return tuple(layer(x) for layer in layers)
+    weights, biases = ([layer.get_parameter(name) for layer in layers] for name in ("weight", "bias"))
+    return project_with_biases(x, weights, biases)
 
 
 def project(x: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 from longrecall.ops import peers
 
 _fixed: ContextVar[bool] = ContextVar("fixed_shapes", default=False)
+
+_one_at_a_time = threading.Lock()
+"""A capture begins with waiting for the GPU, which breaks off another one; and all share a stream."""
 
 
 @contextlib.contextmanager
@@ -61,16 +65,28 @@ def record(
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
-    with fixed_shapes(), torch.cuda.stream(stream):
+    with _one_at_a_time, fixed_shapes(), _no_kept_casts(stream.device), torch.cuda.stream(stream):
         for _ in range(warmups):
             work()
         try:
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            # What other threads do meanwhile, on streams of their own, is no business of this capture.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 work()
         except BaseException:
             _leave_capture(stream, generators)
             raise
     return graph
+
+
+def _no_kept_casts(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Autocast as it is, but every use of a weight casts it anew.
+
+    A narrow copy that autocast keeps for later uses goes when autocast ends; a graph would read where it lay.
+    """
+    kind = device.type
+    if not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False)
 
 
 def _leave_capture(stream: torch.cuda.Stream, generators: Sequence[torch.Generator]) -> None:
@@ -82,5 +98,5 @@ def _leave_capture(stream: torch.cuda.Stream, generators: Sequence[torch.Generat
     graph, buffer = torch.cuda.CUDAGraph(), torch.zeros(1, device=stream.device)
     for generator in generators:
         graph.register_generator_state(generator)
-    with contextlib.suppress(RuntimeError), torch.cuda.graph(graph, stream=stream):
+    with contextlib.suppress(RuntimeError), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         buffer.add_(1)

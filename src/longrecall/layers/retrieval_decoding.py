@@ -90,7 +90,11 @@ class RetrievalStep:
 
 @torch.no_grad()
 def remember(steps: Iterable[object]) -> None:
-    """Form the keys and values of every token id anew, for those of the steps that are retrieval's and look them up."""
+    """Form the keys and values of every token id anew, for those of the steps that are retrieval's and look them up.
+
+    At every load, since nothing tells for certain that the weights are those of the last time: a write through `.data`
+    leaves no trace. So it is kept to one launch a layer and block of ids, beside a few for all of them.
+    """
     looking = [(step, step.memory) for step in steps if isinstance(step, RetrievalStep) and step.memory is not None]
     if not looking:
         return
@@ -98,12 +102,12 @@ def remember(steps: Iterable[object]) -> None:
     nobody = first.tokens.new_zeros(0)
     context = TokenContext(nobody, nobody, 0, first.embeddings, None)
     ids = torch.arange(first.embeddings.num_embeddings, device=first.tokens.device)
+    weights = [torch.cat([step.mixer.k_proj.weight, step.mixer.v_proj.weight]).t() for step, _ in looking]
     for start in range(0, len(ids), ID_BLOCK):
         own = slice(start, start + ID_BLOCK)
         embedded = context.embed(ids[own])
-        for step, memory in looking:
-            for place, proj in enumerate((step.mixer.k_proj, step.mixer.v_proj)):
-                memory[own, place] = proj(embedded).unflatten(-1, memory.shape[2:])
+        for (_, memory), weight in zip(looking, weights, strict=True):
+            torch.mm(embedded, weight, out=memory[own].flatten(1))
 
 
 def _declines(mixer: Retrieval, embeddings: nn.Embedding, room: int) -> str | None:

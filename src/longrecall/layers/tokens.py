@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrecall.layers.mixers.base import MixerConfig
 from longrecall.layers.rotary import token_positions
+from longrecall.ops.embedding import look_up
 
 if TYPE_CHECKING:
     from longrecall.layers.retrieval_room import ReadingRoom
@@ -21,6 +22,14 @@ NO_TOKEN = -1
 
 EMBEDDING_EPS = 1e-8
 """Under the mean square of an embedding, whose entries are 1e-2 and more in every model we know."""
+
+
+class TokenEmbedding(nn.Embedding):
+    """A table of embeddings ``[V, d]``, whose gradient is summed by `ops.embedding.look_up`."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids int64 ``[...]`` -> embeddings ``[..., d]``."""
+        return look_up(ids, self.weight)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longrecall.errors import UserError, did_you_mean
-from longrecall.files import check_replaceable
+from longrecall.files import check_replaceable, make_readable
 from longrecall.models.accounting import account
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.formats import detect
@@ -37,19 +37,12 @@ from longrecall.models.formats.weights import (
     open_weights,
     read_json,
 )
+from longrecall.models.surgery_records import SURGERY_FILE, read_surgery
 
 if TYPE_CHECKING:
     from longrecall.models.recurrent_lm import RecurrentLM
 
 DEFAULT_SHARD_BYTES = 1 << 30
-SURGERY_FILE = "surgery.json"
-
-
-def check_finite(name: str, tensor: Tensor) -> None:
-    """Raise UserError when `tensor` holds NaN or an infinity; `name` says which tensor (and file) it is."""
-    if not bool(torch.isfinite(tensor).all()):
-        bad = int((~torch.isfinite(tensor)).sum())
-        raise UserError(f'tensor "{name}" holds {bad} values that are NaN or infinite; the checkpoint is damaged')
 
 
 @dataclass(frozen=True)
@@ -147,19 +140,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     weights = open_weights(folder, form.allow_torch)
     shapes = layout.config.tensor_shapes()
     found = match(folder, layout, weights)
-    return Checkpoint(folder, form.name, _read_surgery(folder / SURGERY_FILE), layout, weights, found, shapes)
-
-
-def _read_surgery(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    try:
-        records = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error})") from None
-    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise UserError(f"{path} must hold a list of surgery records")
-    return records
+    return Checkpoint(folder, form.name, read_surgery(folder / SURGERY_FILE), layout, weights, found, shapes)
 
 
 class CheckpointWriter:
@@ -260,8 +241,10 @@ class CheckpointWriter:
 
     def _flush(self) -> None:
         if self._shard:
+            path = self.folder / f"part-{self._parts:05d}.safetensors"
             with _disk_errors(self.out):
-                save_file(self._shard, self.folder / f"part-{self._parts:05d}.safetensors", metadata={"format": "pt"})
+                save_file(self._shard, path, metadata={"format": "pt"})
+                make_readable(path)
             self._parts += 1
         self._shard, self._shard_bytes = {}, 0
 

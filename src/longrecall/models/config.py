@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from longrecall.errors import UserError, did_you_mean
 from longrecall.layers.mixers.base import MixerConfig
 from longrecall.layers.mixers.registry import mixer_config
+from longrecall.models.value_checks import check_flag, check_mixer_values, check_number, check_whole
 
 LAYER_KEYS = ("mixer", "mlp_size")
 
@@ -28,11 +29,11 @@ class LayerConfig:
         for key in description:
             if key not in LAYER_KEYS:
                 raise UserError(f'layer {index} has no field "{key}".{did_you_mean(key, LAYER_KEYS)}')
-        mlp_size = description.get("mlp_size", 0)
-        if not isinstance(mlp_size, int) or mlp_size < 0:
-            raise UserError(f"layer {index}: mlp_size must be a whole number >= 0, got {mlp_size!r}")
+        mixer, mlp_size = description.get("mixer", {}), description.get("mlp_size", 0)
         try:
-            return cls(mixer_config(description.get("mixer", {})), mlp_size)
+            check_whole("mlp_size", mlp_size, least=0)
+            check_mixer_values(mixer)
+            return cls(mixer_config(mixer), mlp_size)
         except UserError as error:
             raise UserError(f"layer {index}: {error}") from None
 
@@ -55,7 +56,7 @@ class RecurrentConfig(PreTrainedConfig):
         initializer_range: standard deviation of freshly initialised projections.
 
     Raises:
-        UserError: an unknown mixer, key or value, named with its layer.
+        UserError: an unknown mixer or key, or a value that cannot be, named with its layer.
     """
 
     model_type = "longrecall"
@@ -73,6 +74,14 @@ class RecurrentConfig(PreTrainedConfig):
         initializer_range: float = 0.02,
         **kwargs: Any,
     ) -> None:
+        check_whole("vocab_size", vocab_size)
+        check_whole("hidden_size", hidden_size)
+        check_number("norm_eps", norm_eps, positive=True)
+        check_flag("tie_word_embeddings", tie_word_embeddings)
+        check_flag("residual_in_fp32", residual_in_fp32)
+        check_number("initializer_range", initializer_range, positive=True)
+        if context_length is not None:
+            check_whole("context_length", context_length)
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.norm_eps = norm_eps
@@ -90,11 +99,6 @@ class RecurrentConfig(PreTrainedConfig):
     def layer_configs(self) -> list[LayerConfig]:
         """The checked description of every layer."""
         return [LayerConfig.from_dict(layer, index) for index, layer in enumerate(self.layers)]
-
-    def with_layers(self, layers: Sequence[LayerConfig]) -> RecurrentConfig:
-        """A copy with other layers."""
-        data = self.to_dict() | {"layers": [layer.to_dict() for layer in layers]}
-        return RecurrentConfig.from_dict(data)
 
     def state_size(self) -> int:
         """Numbers in the recurrent state of one sequence, all layers together."""

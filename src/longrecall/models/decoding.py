@@ -7,7 +7,7 @@ This is the one place where a state is written in place: the buffers belong to t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,18 +26,18 @@ from longrecall.layers.decoding import (
 )
 from longrecall.layers.decoding_room import grows, with_room, without_room
 from longrecall.layers.mixers.attention import Attention
-from longrecall.layers.mixers.base import LayerState
+from longrecall.layers.mixers.base import LayerState, MixerConfig
 from longrecall.layers.mixers.hymba import Hymba
 from longrecall.layers.recording import record, recording_stream
 from longrecall.layers.retrieval import Retrieval, RetrievalConfig
 from longrecall.layers.retrieval_decoding import RetrievalStep, remember
 from longrecall.layers.tokens import NO_TOKEN
+from longrecall.models.as_built import why_not_as_built
+from longrecall.models.captured_steps import kept
 from longrecall.models.prefill import LENGTHS, CapturedSegments, read_prompt, why_no_segments
 from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
 from longrecall.models.state import RecurrentState
-
-KEPT_STEPS = 4
-"""Captured steps and segments a model keeps, those used last."""
+from longrecall.ops.triton import backend as triton
 
 LEAST_ROOM = 4096
 """Tokens of context that captured work on a growing state has room for at least; larger rooms are multiples of it."""
@@ -56,7 +56,12 @@ def why_no_graph(model: RecurrentLM) -> str | None:
         return "float64 weights are for reference only"
     if model.training:
         return "the model is in training mode"
-    return why_no_step(model)
+    return why_not_as_built(model) or why_no_step(model)
+
+
+def mixers_of(model: RecurrentLM) -> list[MixerConfig]:
+    """What every layer's mixer was built from, without reading (and checking) the model's config again."""
+    return [cast(RecurrentLayer, layer).mixer_config for layer in model.model.layers]
 
 
 def why_no_step(model: RecurrentLM) -> str | None:
@@ -64,18 +69,20 @@ def why_no_step(model: RecurrentLM) -> str | None:
 
     The caches of attention can, and what retrieval keeps of a context whose largest length is known.
     """
-    for index, layer in enumerate(model.config.layer_configs()):
-        mixer = without_room(layer.mixer)
+    mixers = mixers_of(model)
+    for described in dict.fromkeys(mixers):
+        mixer = without_room(described)
         if mixer is not None:
-            return f"layer {index} ({mixer.type}) keeps a cache that grows with the context"
+            return f"layer {mixers.index(described)} ({mixer.type}) keeps a cache that grows with the context"
     return None
 
 
 def why_not_fixed(model: RecurrentLM) -> str | None:
     """Return which layer has a state that grows with the context; None when none has."""
-    for index, layer in enumerate(model.config.layer_configs()):
-        if grows(layer.mixer):
-            return f"layer {index} ({layer.mixer.type}) keeps a cache that grows with the context"
+    mixers = mixers_of(model)
+    for mixer in dict.fromkeys(mixers):
+        if grows(mixer):
+            return f"layer {mixers.index(mixer)} ({mixer.type}) keeps a cache that grows with the context"
     return None
 
 
@@ -85,8 +92,9 @@ def why_no_room(model: RecurrentLM, columns: int) -> str | None:
         return None
     if columns > MOST_ROOM:
         return f"retrieval layers get room for {MOST_ROOM} tokens at most"
-    for index, layer in enumerate(model.config.layer_configs()):
-        mixer = layer.mixer
+    mixers = mixers_of(model)
+    for mixer in dict.fromkeys(mixers):
+        index = mixers.index(mixer)
         if isinstance(mixer, RetrievalConfig):
             if LENGTHS[0] % mixer.chunk:
                 return f"layer {index}: chunks of {mixer.chunk} tokens do not fill segments of {LENGTHS[0]}"
@@ -121,7 +129,8 @@ class DecodingStep:
         fused: bool | None = None,
         room: int = 0,
     ) -> None:
-        self.model, self.batch = model, batch
+        # Not the model itself, which keeps its steps: they would keep it alive, and their memory with it.
+        self.config, self.body, self.lm_head, self.batch = model.config, model.model, model.lm_head, batch
         self.state_dtype = state_dtype or torch.float32
         self.ids = torch.zeros(batch, dtype=torch.long, device=model.device)
         self.position = torch.zeros(batch, dtype=torch.long, device=model.device)
@@ -139,7 +148,7 @@ class DecodingStep:
         self.buffers = tuple(
             self._buffers(with_room(mixer, state, room)) for mixer, state in zip(layers, states, strict=True)
         )
-        fused = model.device.type == "cuda" if fused is None else fused
+        fused = model.device.type == "cuda" and triton.unavailable() is None if fused is None else fused
         mixers = [cast(RecurrentLayer, layer).mixer for layer in model.model.layers]
         self.fused = fused
         self.steps = [self._step(mixer) for mixer in mixers]
@@ -150,7 +159,7 @@ class DecodingStep:
     def _step(self, mixer: torch.nn.Module) -> Step:
         if isinstance(mixer, Retrieval):
             assert self.tokens is not None
-            return RetrievalStep(mixer, self._step(mixer.base), self.tokens, self.model.model.embeddings, self.fused)
+            return RetrievalStep(mixer, self._step(mixer.base), self.tokens, self.body.embeddings, self.fused)
         if isinstance(mixer, Attention):
             return AttentionStep(mixer, self.fused)
         if isinstance(mixer, Hymba):
@@ -166,9 +175,11 @@ class DecodingStep:
                 # Neighbouring channels side by side: a step reads every tap of all channels.
                 owned[name] = torch.zeros_like(tensor.transpose(1, 2).contiguous()).transpose(1, 2)
             else:
-                owned[name] = torch.zeros_like(tensor)
+                # Zeros of nobody else already: another copy would take the room of a cache twice.
+                owned[name] = tensor.contiguous()
         return owned
 
+    @torch.no_grad()
     def load(self, state: RecurrentState) -> None:
         """Copy a state of this batch size into the buffers; what is formed of weights beforehand is formed anew."""
         remember(self.steps)
@@ -185,7 +196,7 @@ class DecodingStep:
     def export(self) -> RecurrentState:
         """Return a copy of the buffers as a state, recurrent states in float32."""
         layers = []
-        for step, mixer, buffers in zip(self.steps, self.model.config.layer_configs(), self.buffers, strict=True):
+        for step, mixer, buffers in zip(self.steps, self.config.layer_configs(), self.buffers, strict=True):
             layer = decoding_room.export(step, buffers, self.read, self.position)
             if isinstance(mixer.mixer, RetrievalConfig):
                 layer["chunk"] = layer["chunk"][:, : self.width // mixer.mixer.chunk]
@@ -219,19 +230,20 @@ class DecodingStep:
 
     def capture(self) -> None:
         """Record the step; the buffers are left as they were after construction (zeros)."""
-        self.graph = record(self._keep_logits, 2, recording_stream(self.model.device))
+        self.graph = record(self._keep_logits, 2, recording_stream(self.ids.device))
         self._clear()
 
     def _keep_logits(self) -> None:
         self.logits = self._run()
 
+    @torch.no_grad()
     def _run(self) -> Tensor:
-        model = self.model.model
+        model = self.body
         x = model.embeddings(self.ids)
         if self.tokens is not None:
             self.tokens.scatter_(1, self.position[:, None], self.ids[:, None].int())
         dtype = x.dtype
-        if self.model.config.residual_in_fp32:
+        if self.config.residual_in_fp32:
             x = x.float()
         kind = Stream if not self.fused else FewRowsStream if self.batch <= FEW_ROWS else FusedStream
         stream = kind(x, dtype)
@@ -240,14 +252,9 @@ class DecodingStep:
             step(stream, layer.mixer_norm, buffers, self.position)
             if layer.mlp is not None and layer.mlp_norm is not None:
                 stream.add_mlp(layer.mlp_norm, layer.mlp)
-        logits: Tensor = self.model.lm_head(stream.normed(model.norm))
+        logits: Tensor = self.lm_head(stream.normed(model.norm))
         self.position += 1
         return logits
-
-
-def addresses(model: RecurrentLM) -> tuple[int, ...]:
-    """Where every parameter lies: a captured step is valid as long as none has moved."""
-    return tuple(parameter.data_ptr() for parameter in model.parameters())
 
 
 def _room_for(tokens: int) -> int:
@@ -256,7 +263,11 @@ def _room_for(tokens: int) -> int:
     return -(-tokens // unit) * unit
 
 
-def captured_step(model: RecurrentLM, batch: int, room: int = 0) -> DecodingStep:
+Where = tuple[Any, ...] | None
+"""`addresses` of the model, for who has just looked them up; None = look them up."""
+
+
+def captured_step(model: RecurrentLM, batch: int, room: int = 0, where: Where = None) -> DecodingStep:
     """Return the model's captured step for this batch size, made on first use and kept for the next calls.
 
     `room`: the tokens that a context will have at most, for a model with retrieval or attention layers.
@@ -269,43 +280,31 @@ def captured_step(model: RecurrentLM, batch: int, room: int = 0) -> DecodingStep
         step.capture()
         return step
 
-    return _kept(model, ("step", batch, model.decoding.state_dtype, *([room] if room else [])), make)
+    key = ("step", batch, model.decoding.state_dtype, *([room] if room else []))
+    return kept(model.captured_steps, model, key, make, where)
 
 
-def captured_segments(model: RecurrentLM, batch: int, columns: int = 0) -> CapturedSegments:
+def captured_segments(model: RecurrentLM, batch: int, columns: int = 0, where: Where = None) -> CapturedSegments:
     """Return the model's segments for reading prompts of `batch` rows, each captured when it is first needed.
 
     `columns`: tokens of the prompt, for which a model with retrieval layers must have room; others need none.
     """
     room = 0 if why_not_fixed(model) is None else _room_for(columns)
     key = ("segments", batch, *([room] if room else []))
-    return _kept(model, key, lambda: CapturedSegments(model, batch, room=room))
+    return kept(model.captured_steps, model, key, lambda: CapturedSegments(model, batch, room=room), where)
 
 
-def read_captured(model: RecurrentLM, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, RecurrentState] | None:
+def read_captured(
+    model: RecurrentLM, ids: Tensor, mask: Tensor | None, where: Where = None
+) -> tuple[Tensor, RecurrentState] | None:
     """Read a prompt ``[B, T]`` in captured segments: its last logits ``[B, vocab]`` and its state.
 
     None where a plain forward pass is to read it: large batches, padding, states without room.
     """
     if why_no_segments(ids, mask) is not None or why_no_room(model, ids.shape[1]) is not None:
         return None
-    return read_prompt(model, captured_segments(model, *ids.shape), ids, None)
-
-
-Captured = TypeVar("Captured", DecodingStep, CapturedSegments)
-
-
-def _kept(model: RecurrentLM, key: tuple[Any, ...], make: Callable[[], Captured]) -> Captured:
-    """What was captured under `key` for the weights where they lie now; made when there is none."""
-    kept = model.captured_steps
-    where = addresses(model)
-    place, found = kept.pop(key, (None, None))
-    if place != where:
-        found = make()
-    kept[key] = (where, found)
-    while len(kept) > KEPT_STEPS:
-        kept.pop(next(iter(kept)))
-    return cast(Captured, found)
+    rows, columns = ids.shape
+    return read_prompt(model, captured_segments(model, rows, columns, where), ids, None)
 
 
 Sampler = Callable[[Tensor, Tensor], Tensor]

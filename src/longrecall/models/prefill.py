@@ -101,7 +101,9 @@ class CapturedSegments:
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, model: RecurrentLM, batch: int, lengths: tuple[int, ...] = LENGTHS, room: int = 0) -> None:
-        self.model, self.lengths, self.longest = model, lengths, lengths[-1]
+        # Not the model itself, which keeps its segments: they would keep it alive, and their memory with it.
+        self.body, self.lm_head, self.device = model.model, model.lm_head, model.device
+        self.lengths, self.longest = lengths, lengths[-1]
         self.ids = {length: torch.zeros(batch, length, dtype=torch.long, device=model.device) for length in lengths}
         self.count = torch.ones(1, dtype=torch.long, device=model.device)
         self.state = StateBlocks(model.zero_state(batch))
@@ -118,12 +120,12 @@ class CapturedSegments:
         if kind.padded:
             mask = (torch.arange(kind.length, device=ids.device) < self.count).expand(ids.shape)
         before = RecurrentState(self.state.layers, self.state.position)
-        embed = self.model.model.embeddings
+        embed = self.body.embeddings
         context = None if self.room is None else self.room.segment(ids, before.position, embed)
         with nullcontext() if mask is None else at_the_end(mask):
-            hidden, after, _, _ = self.model.model(embed(ids), before, mask, context=context)
+            hidden, after, _, _ = self.body(embed(ids), before, mask, context=context)
         last = hidden[:, -1] if mask is None else hidden.index_select(1, self.count - 1)[:, 0]
-        logits = self.model.lm_head(last)
+        logits = self.lm_head(last)
         if self.logits.shape != logits.shape:
             with torch.inference_mode(False):
                 self.logits = torch.empty_like(logits)
@@ -136,12 +138,12 @@ class CapturedSegments:
         self.count.fill_(1)
         # Segments run one after the other, and leave nothing in what they share.
         pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-        stream = recording_stream(self.model.device)
+        stream = recording_stream(self.device)
         self.graphs[kind] = record(lambda: self._run(kind), 1, stream, pool=pool)
 
     def prepare(self, columns: int) -> None:
         """Capture what a prompt of so many columns needs and has not been captured; the state is unspecified then."""
-        if self.model.device.type == "cuda":
+        if self.device.type == "cuda":
             for kind in dict.fromkeys(kind for kind, _ in self._pieces(columns)):
                 if kind not in self.graphs:
                     self._capture(kind)

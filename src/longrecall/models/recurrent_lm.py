@@ -16,9 +16,10 @@ from longrecall.errors import UserError
 from longrecall.layers.mixers.base import LayerState, without_auxiliary_losses
 from longrecall.layers.mlp import SwiGLU
 from longrecall.layers.norm import RMSNorm, operand_dtype
-from longrecall.layers.tokens import TokenContext, token_argument
+from longrecall.layers.tokens import TokenContext, TokenEmbedding, token_argument
+from longrecall.models.captured_steps import CapturedSteps, forget_moved
 from longrecall.models.config import LayerConfig, RecurrentConfig
-from longrecall.models.generation import CapturedSteps, DecodingOptions, RecurrentGeneration
+from longrecall.models.generation import DecodingOptions, RecurrentGeneration
 from longrecall.models.losses import next_token_loss, next_token_loss_of_hidden
 from longrecall.models.state import RecurrentState
 from longrecall.ops.packing import check_boundaries, document_mask, pack, unpack
@@ -107,7 +108,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__(config)
-        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embeddings: nn.Embedding = TokenEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             RecurrentLayer(layer, config.hidden_size, config.norm_eps) for layer in config.layer_configs()
         )
@@ -171,7 +172,8 @@ class RecurrentModel(RecurrentPreTrainedModel):
     def _token_context(
         self, state: RecurrentState | None, mask: Tensor | None, ids: Tensor | None
     ) -> TokenContext | None:
-        if not self.config.reads_tokens():
+        # As the layers were built: reading the config takes longer than a layer.
+        if not any(cast(RecurrentLayer, layer).mixer_config.reads_tokens for layer in self.layers):
             return None
         if ids is None:
             raise UserError(
@@ -194,6 +196,14 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.decoding, self.captured_steps = DecodingOptions(), CapturedSteps()
         self.post_init()
+
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        """`to()`, `half()` and the like; captured steps for weights that have moved give their memory back."""
+        moved = cast(Any, super())._apply(*arguments, **options)
+        # Before there are any, in the constructor, there is no attribute either.
+        if getattr(self, "captured_steps", None):
+            forget_moved(self.captured_steps, self)
+        return moved
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embeddings
@@ -239,7 +249,13 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         x = self.model.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         mask = None
         if attention_mask is not None:
-            mask = attention_mask[:, -x.shape[1] :].bool()
+            rows, columns = x.shape[:2]
+            # A narrower one would be broadcast: a whole row, or none, would count as padding.
+            if attention_mask.ndim != 2 or attention_mask.shape[0] != rows or attention_mask.shape[1] < columns:
+                raise ValueError(
+                    f"attention_mask must be [{rows}, {columns}] or longer; got {list(attention_mask.shape)}"
+                )
+            mask = attention_mask[:, -columns:].bool()
             mask = None if bool(mask.all()) else mask
         if cu_seqlens is not None:
             if x.shape[0] != 1 or mask is not None:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longrecall.errors import UserError
+from longrecall.files import make_readable
 from longrecall.layers.mixers.base import LayerState
 
 if TYPE_CHECKING:
@@ -78,12 +79,6 @@ class RecurrentState:
         index = torch.arange(self.batch_size, device=self.position.device).repeat_interleave(count)
         return self.select_rows(index)
 
-    def is_finite(self) -> bool:
-        """Whether no tensor holds NaN or infinity."""
-        return all(
-            bool(torch.isfinite(t).all()) for layer in self.layers for t in layer.values() if t.is_floating_point()
-        )
-
     def save(self, path: str | Path, fingerprint: str) -> None:
         """Write safetensors with the fingerprint of the model it belongs to; the file appears only when it is whole."""
         path = Path(path)
@@ -102,6 +97,7 @@ class RecurrentState:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             save_file(tensors, partial, metadata=metadata)
+            make_readable(partial)
             partial.replace(path)
         except (OSError, SafetensorError) as error:
             # The parent may be a file: then there is nothing to remove, and unlink says so with an error of its own.

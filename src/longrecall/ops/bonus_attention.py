@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from longrecall.ops.dispatch import gated_linear_attention
+from longrecall.ops.normalisation import _kernel
 from longrecall.ops.packing import check_boundaries, pack, unpack
 from longrecall.ops.shapes import accumulation_dtype, check_attention_inputs, prepare_state
+from longrecall.ops.triton import backend as triton
 
 
 def bonus_linear_attention(
@@ -74,6 +76,27 @@ def bonus_linear_attention(
             ahead, k, values, log_decay, scale=1.0, initial_state=state, backend=backend
         )
         first = torch.einsum("bthk,bhkv->bthv", r[:, :1], state)
-        current = (r * k * bonus.to(dtype)).sum(-1, keepdim=True)
-        out = torch.addcmul(torch.cat([first, reads[:, :-1]], dim=1), current, values)
+        out = add_bonus(reads, first, r, k, values, bonus.to(dtype))
     return out.to(v.dtype), final
+
+
+def add_bonus(
+    reads: Tensor, first: Tensor, r: Tensor, k: Tensor, v: Tensor, bonus: Tensor, *, backend: str | None = None
+) -> Tensor:
+    r"""What each token reads, one step later, plus :math:`\big(\sum_d r_{td} u_d k_{td}\big) v_t`; all of one dtype.
+
+    Args:
+        reads: ``[B, T, H, V]``: those of the queries one step ahead; the last one is nobody's.
+        first: ``[B, 1, H, V]``: what the first token reads.
+        r, k, v, bonus: those of `bonus_linear_attention`.
+        backend: "triton" or "reference"; None chooses.
+
+    Raises:
+        ValueError: the kernel was asked for by name and cannot serve the call.
+    """
+    inputs: dict[str, Tensor | None] = {"reads": reads, "first": first, "r": r, "k": k, "v": v, "bonus": bonus}
+    if _kernel("add_bonus", backend, inputs):
+        out: Tensor = triton.add_bonus(reads, first, r, k, v, bonus)
+        return out
+    current = (r * k * bonus).sum(-1, keepdim=True)
+    return torch.addcmul(torch.cat([first, reads[:, :-1]], dim=1), current, v)

@@ -1,6 +1,7 @@
 """Causal depthwise short convolution with a state: the last W - 1 inputs of every channel.
 
-On a GPU a kernel of one pass over memory takes four taps with SiLU (triton/convolution.py); else it is a sum over taps.
+On a GPU a kernel of one pass over memory takes four taps with SiLU (triton/convolution.py) and another one up to four
+taps without (triton/depthwise.py); else it is a sum over taps.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def short_convolution(
         )  # fmt: skip
         return pack(y, cu_seqlens), new_state
     batch, _, channels = x.shape
-    width = weight.shape[1]
+    width, given = weight.shape[1], state
     if state is None:
         state = x.new_zeros((batch, channels, width - 1))
     order = None
@@ -103,9 +104,13 @@ def short_convolution(
         order = torch.argsort((~mask).to(torch.int8), dim=1, stable=True)
         x = x.gather(1, order[..., None].expand_as(x))
     before = state.to(x.dtype).transpose(1, 2)
-    fused = _kernel("short_convolution", backend, {"x": x, "weight": weight}, activation=activation)
+    plain = activation is None
+    options = {} if plain else {"activation": activation}
+    fused = _kernel(
+        "depthwise_convolution" if plain else "short_convolution", backend, {"x": x, "weight": weight}, **options
+    )
     if fused:
-        y = triton.short_convolution(x, weight, bias, state)
+        y = _depthwise(x, weight, bias, given) if plain else triton.short_convolution(x, weight, bias, state)
         # The last inputs are found without a copy of all.
         recent = None if mask is None else newest(mask, width - 1)
         last = x[:, 1 - width :] if recent is None else _picked(x, recent.tokens)
@@ -117,6 +122,43 @@ def short_convolution(
         y = torch.empty_like(y).scatter(1, order[..., None].expand_as(y), y)
     new_state = history[:, history.shape[1] - width + 1 :] if places is None else _picked(history, places)
     return y, new_state.transpose(1, 2)
+
+
+def gated_short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    state: Tensor | None = None,
+    mask: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The `short_convolution` of three parts without activation, the outer two of which are multiplied (Hyena).
+
+    Args:
+        x: ``[B, T, 3 C]``. weight: ``[3 C, W]``. bias: ``[3 C]`` or None. state and mask: as there.
+        backend: "triton" or "reference"; None chooses. The kernel knows of no state and no padding.
+
+    Returns:
+        The middle part ``[B, T, C]``, the product ``[B, T, C]`` and the new state ``[B, 3 C, W - 1]``.
+
+    Raises:
+        ValueError: the kernel was asked for by name and cannot serve the call.
+    """
+    bare = state is None and mask is None
+    if bare and _kernel("gated_convolution", backend, {"x": x, "weight": weight, "bias": bias}):
+        passed, product = triton.gated_convolution(x, weight, bias)
+        return passed, product, x[:, x.shape[1] - weight.shape[1] + 1 :].transpose(1, 2)
+    y, new_state = short_convolution(x, weight, bias, state=state, mask=mask, activation=None)
+    left, passed, right = y.chunk(3, dim=-1)
+    return passed, left * right, new_state
+
+
+def _depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None) -> Tensor:
+    """The kernel without activation, which knows of no inputs before its first: a state is put in front of x."""
+    history = x if state is None else torch.cat([state.to(x.dtype).transpose(1, 2), x], dim=1)
+    y: Tensor = triton.depthwise_convolution(history, weight, bias)
+    return y[:, history.shape[1] - x.shape[1] :]
 
 
 def _picked(x: Tensor, places: Tensor) -> Tensor:

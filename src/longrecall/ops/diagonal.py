@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from longrecall.ops.long_convolution import long_convolution, real_tokens_first, reorder
+from longrecall.ops.normalisation import _kernel
+from longrecall.ops.triton import backend as triton
 
 
 def diagonal_ssm(
@@ -13,11 +15,13 @@ def diagonal_ssm(
     rate: Tensor,
     angle: Tensor,
     gain: Tensor,
+    skip: Tensor | None = None,
     *,
     initial_state: Tensor | None = None,
     mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    r"""Run :math:`s_t = \lambda s_{t-1} + u_t`, :math:`y_t = 2\,\mathrm{Re} \sum_m g_m s_{t,m}` on every channel.
+    wants_state: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Run :math:`s_t = \lambda s_{t-1} + u_t`, :math:`y_t = 2\,\mathrm{Re} \sum_m g_m s_{t,m} + D u_t`, all channels.
 
     :math:`\lambda_m = e^{-rate_m + i\,angle_m}`; a pair of conjugate eigenvalues counts once, hence the factor 2. The
     sequence is a convolution with taps :math:`2\,\mathrm{Re} \sum_m g_m \lambda_m^l` plus what is left of the initial
@@ -27,32 +31,62 @@ def diagonal_ssm(
         u: ``[B, T, H, P]``: P channels of head h share its eigenvalues and gains.
         rate: ``[H, M]``, not negative: what a token fades the state by, in nats. angle: ``[H, M]`` in radians a token.
         gain: ``[H, M, 2]``, real and imaginary part.
+        skip: D, ``[H]``; None = nothing passes the state by.
         initial_state: ``[B, H, 2 M, P]``, M real parts and then M imaginary ones; None = zeros.
         mask: bool ``[B, T]``; False marks padding: it is skipped as if it were not there (its outputs are arbitrary).
+        wants_state: whether to compute the final state, which takes as many products as T by 2 M for every channel.
 
     Returns:
-        ``[B, T, H, P]`` in the dtype of `u` and the final state ``[B, H, 2 M, P]``.
+        ``[B, T, H, P]`` in the dtype of `u` and the final state ``[B, H, 2 M, P]``, None where it is not wanted.
     """
     length, heads, width = u.shape[1:]
     wide = torch.float64 if u.dtype == torch.float64 else torch.float32
-    real_gain, imaginary_gain = gain.to(wide).unbind(-1)
+    rate, angle, gain = rate.to(wide), angle.to(wide), gain.to(wide)
     with torch.autocast(u.device.type, enabled=False):
-        powers = torch.arange(length + 1, device=u.device, dtype=wide)
-        # Powers 0..T of every eigenvalue, [H, M, T + 1].
-        size = torch.exp(-rate.to(wide)[..., None] * powers)
-        turn = angle.to(wide)[..., None] * powers
-        real, imaginary = size * turn.cos(), size * turn.sin()
-        weight_real = 2 * (real_gain[..., None] * real - imaginary_gain[..., None] * imaginary)
-        weight_imaginary = -2 * (real_gain[..., None] * imaginary + imaginary_gain[..., None] * real)
-        taps = weight_real[..., :length].sum(1).repeat_interleave(width, dim=0)
+        taps = diagonal_taps(rate, angle, gain, length)
+        if skip is not None:
+            # The tap of lag 0: no pass over memory of its own.
+            taps = torch.cat([taps[:, :1] + skip.to(wide)[:, None], taps[:, 1:]], dim=1)
         flat = u.flatten(2)
-        y = long_convolution(flat.to(wide), taps, mask=mask)[0].unflatten(2, (heads, width))
+        y = long_convolution(flat.to(wide), taps.repeat_interleave(width, dim=0), mask=mask)[0]
+        y = y.unflatten(2, (heads, width))
+        if initial_state is None and not wants_state:
+            return y.to(u.dtype), None
+        real, imaginary = _powers(rate, angle, length + 1)
         if initial_state is not None:
-            weights = torch.cat([weight_real[..., 1:], weight_imaginary[..., 1:]], dim=1)
+            weights = torch.cat([part[..., 1:] for part in _weights(gain, real, imaginary)], dim=1)
             left = torch.einsum("hmt,bhmp->bthp", weights, initial_state.to(wide))
             y = y + (left if mask is None else left.flatten(2).gather(1, _steps(mask, heads * width)).view_as(left))
-        final = _final_state(flat, real, imaginary, initial_state, mask, wide)
+        final = _final_state(flat, real, imaginary, initial_state, mask, wide) if wants_state else None
     return y.to(u.dtype), final
+
+
+def diagonal_taps(rate: Tensor, angle: Tensor, gain: Tensor, length: int, *, backend: str | None = None) -> Tensor:
+    r"""Return :math:`2\,\mathrm{Re} \sum_m g_m \lambda_m^l` for the lags l < `length`: ``[H, length]``.
+
+    The arguments are those of `diagonal_ssm`, of one dtype; `backend` "triton" or "reference", None chooses.
+
+    Raises:
+        ValueError: the kernel was asked for by name and cannot serve the call.
+    """
+    if _kernel("diagonal_taps", backend, {"rate": rate, "angle": angle, "gain": gain}):
+        taps: Tensor = triton.diagonal_taps(rate, angle, gain, length)
+        return taps
+    return _weights(gain, *_powers(rate, angle, length))[0].sum(1)
+
+
+def _powers(rate: Tensor, angle: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Real and imaginary parts ``[H, M, count]`` of every eigenvalue to the power of 0, 1, ..."""
+    powers = torch.arange(count, device=rate.device, dtype=rate.dtype)
+    size, turn = torch.exp(-rate[..., None] * powers), angle[..., None] * powers
+    return size * turn.cos(), size * turn.sin()
+
+
+def _weights(gain: Tensor, real: Tensor, imaginary: Tensor) -> tuple[Tensor, Tensor]:
+    """What the parts of a state count for after so many steps, ``[H, M, T]`` each."""
+    real_gain, imaginary_gain = (part[..., None] for part in gain.unbind(-1))
+    weight = 2 * (real_gain * real - imaginary_gain * imaginary)
+    return weight, -2 * (real_gain * imaginary + imaginary_gain * real)
 
 
 def _steps(mask: Tensor, channels: int) -> Tensor:

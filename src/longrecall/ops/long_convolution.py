@@ -1,20 +1,33 @@
-"""Causal depthwise convolution with long filters, by fast Fourier transforms, and the inputs that it carries along."""
+"""Causal depthwise convolution with long filters, by fast Fourier transforms, and the inputs that it carries along.
+
+On a GPU texts that are not too long are multiplied by Toeplitz matrices instead (triton/long_convolution.py).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from longrecall.ops.normalisation import _kernel
 from longrecall.ops.padding import is_at_the_end
+from longrecall.ops.triton import backend as triton
 
 
 def long_convolution(
-    x: Tensor, taps: Tensor, *, history: Tensor | None = None, mask: Tensor | None = None, grow: bool = True
+    x: Tensor,
+    taps: Tensor,
+    *,
+    history: Tensor | None = None,
+    mask: Tensor | None = None,
+    grow: bool = True,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Convolve each channel with all inputs so far, :math:`y_t = \sum_{l < L} taps_l x_{t-l}`.
 
     Time is O((S + T) log(S + T)), memory O(S + T); a single token costs one sum over the history. Sums are formed in
-    float32 (float64 for float64), under autocast too: half-precision transforms lose what the filter's tail adds.
+    float32 (float64 for float64), under autocast too: half-precision transforms lose what the filter's tail adds. On a
+    GPU a short text without a history is multiplied by the Toeplitz matrix of its taps, time O(T^2), with the precision
+    that torch is told for products of float32 (`torch.set_float32_matmul_precision`).
 
     Args:
         x: ``[B, T, C]``.
@@ -23,9 +36,13 @@ def long_convolution(
             in front. None = none (S = 0).
         mask: bool ``[B, T]``; False marks padding: it is skipped as if it were not there (its outputs are arbitrary).
         grow: return a history of S + T inputs; False = the last S, which is enough when L <= S + 1.
+        backend: "triton" or "reference"; None chooses.
 
     Returns:
         ``[B, T, C]`` and the new history ``[B, S + T, C]`` or ``[B, S, C]``, both in the dtype of `x`.
+
+    Raises:
+        ValueError: the kernel was asked for by name and cannot serve the call.
     """
     batch, length, channels = x.shape
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -34,9 +51,12 @@ def long_convolution(
     if mask is not None and not is_at_the_end(mask):
         order = real_tokens_first(mask)
         x = reorder(x, order)
-    inputs = torch.cat([history, x], dim=1)
+    inputs = torch.cat([history, x], dim=1) if history.shape[1] else x
     with torch.autocast(x.device.type, enabled=False):
-        y = _convolve(inputs.to(wide), taps[:, : inputs.shape[1]].to(wide), length).to(x.dtype)
+        if _kernel("long_convolution", backend, {"x": inputs, "taps": taps}, length=length):
+            y = triton.long_convolution(x, taps)
+        else:
+            y = _convolve(inputs.to(wide), taps[:, : inputs.shape[1]].to(wide), length).to(x.dtype)
     kept = inputs.shape[1] if grow else history.shape[1]
     if mask is None:
         return y, inputs[:, inputs.shape[1] - kept :]

@@ -13,7 +13,8 @@ from longrecall.evaluation.results import SCHEMA, check_result, read_json
 from longrecall.report.diagnoses import Diagnosis, parse_diagnosis
 from longrecall.report.sweeps import Sweep, parse_sweep
 
-KINDS = ("evaluation", "training", "diagnosis", "sweep")
+_VERB_OF = {"evaluation": "eval", "training": "train", "diagnosis": "diagnose", "sweep": "sweep"}
+KINDS = tuple(_VERB_OF)
 _PLACES = {
     "phonebook": ("pairs",),
     "passkey": ("length", "depth"),
@@ -100,6 +101,7 @@ def read_inputs(paths: Sequence[str | Path], labels: Mapping[str, str] | None = 
         data = read_json(path)
         source = str(path)
         kind = _kind(data, source)
+        _check_mappings(data, source)
         label = _label(data, source, chosen, [*evaluations, *trainings, *diagnoses, *sweeps])
         if kind == "evaluation":
             check_result(data, source)
@@ -136,6 +138,13 @@ def _kind(data: Mapping[str, Any], source: str) -> str:
     if kind not in KINDS:
         raise UserError(f"{source}: kind {kind!r} is none of {', '.join(KINDS)}.{did_you_mean(str(kind), KINDS)}")
     return str(kind)
+
+
+def _check_mappings(data: Mapping[str, Any], source: str) -> None:
+    """What every kind may have, and the page shows as it stands."""
+    for key in ("recipe", "settings", "environment", "checkpoint"):
+        if not isinstance(data.get(key, {}), dict):
+            raise UserError(f'{source}: "{key}" is missing or not a dict; run {_VERB_OF[data["kind"]]} again')
 
 
 def _label(

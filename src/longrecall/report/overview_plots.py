@@ -107,7 +107,11 @@ def state_plot(evaluations: Sequence[Evaluation], quantities: Mapping[str, Mappi
             axes.tick_params(labelbottom=True)
             axes.grid(axis="y")
         figure.supxlabel("numbers in the recurrent state", fontsize=10)
-        add_legend(figure, [(index, entry.label) for index, entry in enumerate(evaluations)], lines=False)
+        shown = {
+            label for numbers in quantities.values() for label, number in numbers.items() if number.value is not None
+        }
+        named = [(index, entry.label) for index, entry in enumerate(evaluations) if entry.label in shown]
+        add_legend(figure, named, lines=False)
         return to_svg(figure, name, "Recall against the size of the recurrent state, a point per result file")
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from longrecall import __version__
 from longrecall.errors import UserError
-from longrecall.files import write_text
+from longrecall.files import check_no_input, write_text
 from longrecall.report.blocks import Plot, Section, spoken
 from longrecall.report.inputs import read_inputs
 
+_ELSEWHERE = "choose another -o"
 _TITLE = "What the model remembers, before and after"
 
 
@@ -37,9 +38,10 @@ def build_report(
         The path of the page.
 
     Raises:
-        UserError: a file that is missing, broken or of another schema; a place that cannot be written; jinja2 or
-            matplotlib not installed.
+        UserError: a file that is missing, broken or of another schema; a place that cannot be written or is one of the
+            result files; jinja2 or matplotlib not installed.
     """
+    check_no_input(out, result_paths, _ELSEWHERE)
     inputs = read_inputs(result_paths, labels)
     check_extras()
     from jinja2 import Environment, StrictUndefined
@@ -58,7 +60,7 @@ def build_report(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(resources.files("longrecall.report").joinpath("page.html.j2").read_text(encoding="utf-8"))
     page = template.render(title=title or _TITLE, sections=list(map(heard, all_sections(inputs))), version=__version__)
-    write_text(out, page, "choose another -o")
+    write_text(out, page, _ELSEWHERE)
     return Path(out)
 
 

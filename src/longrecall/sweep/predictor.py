@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longrecall.layers.mixers.base import unread_states
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.tasks.sequences import Readout
 
@@ -94,7 +95,8 @@ class Predictor(nn.Module):
         """
         # Past the model's own forward: that would run the head first, or make each layer's sum apart from its norm.
         inner = self.model.model
-        hidden, _, _, losses = inner(inner.get_input_embeddings()(ids), None, None, ids=ids)
+        with unread_states():
+            hidden, _, _, losses = inner(inner.get_input_embeddings()(ids), None, None, ids=ids)
         added = torch.stack(losses).sum() if losses else None
         if self.decoder is not None:
             return self.decoder(hidden[:, -1], positions), added

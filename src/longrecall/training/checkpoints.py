@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longrecall.errors import UserError
+from longrecall.files import make_readable
 from longrecall.models.checkpoint import Checkpoint, CheckpointWriter
 from longrecall.models.recurrent_lm import RecurrentLM
 
@@ -158,7 +159,9 @@ def write_model(writer: CheckpointWriter, model: RecurrentLM, source: Checkpoint
 def write_process_file(folder: Path, rank: int, state: ProcessState) -> None:
     """Write the file of one process into the (still hidden) folder."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
-    save_file(tensors, folder / process_file(rank), metadata={"data": json.dumps(state.data)})
+    path = folder / process_file(rank)
+    save_file(tensors, path, metadata={"data": json.dumps(state.data)})
+    make_readable(path)
 
 
 def write_step(
@@ -182,6 +185,7 @@ def write_step(
             with CheckpointWriter(partial, force=True) as writer:
                 write_weights(writer)
             save_file(dict(optimizer or {}), partial / OPTIMIZER_FILE)
+            make_readable(partial / OPTIMIZER_FILE)
         processes.wait()
         write_process_file(partial, processes.rank, own)
         processes.wait()

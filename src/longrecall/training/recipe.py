@@ -159,8 +159,10 @@ class RunRecipe:
         one_of("report_to", self.report_to, ("auto", "none", "tensorboard", "wandb"))
         if not self.output.strip():
             raise UserError("output is empty; name a folder")
-        if (self.steps is None) == (self.tokens is None):
-            raise UserError("give either steps or tokens")
+        if self.steps is None and self.tokens is None:
+            raise UserError("give steps or tokens: how long the run is")
+        if self.steps is not None and self.tokens is not None:
+            raise UserError(f"give either steps ({self.steps}) or tokens ({self.tokens}), not both")
         if self.steps is not None:
             positive(self, "steps")
         if self.threads is not None:
@@ -198,10 +200,14 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:
-        """Checked construction from plain data with ``a.b=value`` overrides on top; `data` is not changed."""
+        """Checked construction from plain data with ``a.b=value`` overrides on top; `data` is not changed.
+
+        An override of run.steps takes the place of the data's run.tokens, and the other way round.
+        """
         data = copy.deepcopy(data)
         for override in overrides:
             apply_override(data, override)
+        _settle_length(data.get("run"), {override.partition("=")[0].strip() for override in overrides})
         recipe: Recipe = build(cls, data)
         return recipe
 
@@ -227,6 +233,14 @@ class Recipe:
     def steps(self, processes: int = 1) -> int:
         """Optimizer steps of the whole run."""
         return self.run.steps or math.ceil((self.run.tokens or 0) / self.tokens_per_step(processes))
+
+
+def _settle_length(run: Any, overridden: set[str]) -> None:
+    """Drop the run's length in the recipe where an override gives it in the other unit; two overrides still clash."""
+    for name, other in (("steps", "tokens"), ("tokens", "steps")):
+        given = isinstance(run, dict) and run.get(name) not in (None, "none")
+        if given and f"run.{name}" in overridden and f"run.{other}" not in overridden:
+            run.pop(other, None)
 
 
 def _plain(value: Any) -> Any:

@@ -72,6 +72,7 @@ def run_recipe(
         source = open_checkpoint(recipe.model.checkpoint)
         tokenizer = load_tokenizer(source)
         output = Path(recipe.run.output).expanduser()
+        _check_apart(output, source.path)
         if dry_run:
             stream = BatchStream(recipe.data, tokenizer, recipe.run.batch_size, continued=recipe.continues)
             return plan(recipe, source, 1, stream, output / FINAL_FOLDER, dry_run=True)
@@ -154,6 +155,14 @@ def _arguments(recipe: Recipe, output: Path) -> TrainingArguments:
     # One process drives one device: with several visible GPUs Trainer would split batches and lose the states.
     arguments._n_gpu = min(1, arguments.n_gpu)
     return arguments
+
+
+def _check_apart(output: Path, source: Path) -> None:
+    """Refuse a run that would write its files among those of the checkpoint that it trains."""
+    place, folder = output.resolve(), source.resolve()
+    if folder in (place, *place.parents):
+        where = "is" if place == folder else "lies inside"
+        raise UserError(f"run.output {output} {where} the checkpoint that is trained; name another folder")
 
 
 def _prepare_output(output: Path, resume: bool, place: _Place) -> SavedRun | None:

@@ -55,7 +55,8 @@ def _build_annotated(kind: Any, mark: Tagged | Callable[[Any], Any], value: Any,
 
 
 def _build_union(choices: tuple[Any, ...], value: Any, where: str) -> Any:
-    if value is None and type(None) in choices:
+    # "none" is what the docs and `longrecall eval --option` call no value; YAML itself reads it as text.
+    if type(None) in choices and (value is None or (value == "none" and str not in choices)):
         return None
     errors = []
     for choice in choices:
@@ -119,7 +120,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"there is no recipe {path}") from None
+        raise UserError(f"there is no recipe {path}; longrecall's source has some in recipes/") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start})") from None
     except OSError as error:
@@ -141,7 +142,8 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     if not equals or not all(keys):
         raise UserError(f'--set "{override}": write key.subkey=value, e.g. --set optimizer.learning_rate=1e-3')
     try:
-        value = yaml.safe_load(text)
+        # A value that begins with * is a pattern of file names; YAML would look for an anchor of that name.
+        value = text.strip() if text.strip().startswith("*") else yaml.safe_load(text)
     except yaml.YAMLError:
         raise UserError(f'--set "{override}": the value is not valid YAML') from None
     place: Any = data

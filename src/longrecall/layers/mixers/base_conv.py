@@ -12,6 +12,7 @@ from longrecall.errors import UserError
 from longrecall.layers.convolution import ShortConvolution
 from longrecall.layers.implicit_filter import ImplicitFilter
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.projections import project_biased
 from longrecall.ops import long_convolution
 
 DEFAULT_KERNEL = 3
@@ -109,7 +110,7 @@ class BaseConv(nn.Module):
         self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
     ) -> tuple[Tensor, LayerState]:
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``conv [B, d, W-1]`` or ``value [B, tokens, d]``)."""
-        gate = self.in_proj(x)
+        (gate,) = project_biased(x, self.in_proj)
         if self.conv is not None:
             mixed, conv = self.conv(x, None if state is None else state["conv"], mask)
             return gate * mixed, {"conv": conv}

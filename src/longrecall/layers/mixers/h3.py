@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from longrecall.errors import UserError
 from longrecall.layers.convolution import ShortConvolution
-from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes, states_are_unread
+from longrecall.layers.projections import project_biased
 from longrecall.ops import diagonal_ssm
+from longrecall.ops.head_products import pair_products, read_pairs
 
 SMALLEST_STEP, LARGEST_STEP = 1e-3, 1e-1
 
@@ -96,17 +98,17 @@ class H3(nn.Module):
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the state (``recurrent [B, H, N, P*P]``, ``k_conv [B, H*P, W-1]``)."""
         width = self.config.head_dim
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        k, shifted = self.k_conv(self.k_proj(x), None if state is None else state["k_conv"], mask)
-        q, k, v = (y.to(wide).unflatten(-1, (-1, width)) for y in (self.q_proj(x), k, self.v_proj(x)))
-        products = (k[..., :, None] * v[..., None, :]).flatten(-2)
+        q, k, v = project_biased(x, self.q_proj, self.k_proj, self.v_proj)
+        k, shifted = self.k_conv(k, None if state is None else state["k_conv"], mask)
+        q, k, v = (y.to(wide).unflatten(-1, (-1, width)) for y in (q, k, v))
         rate, angle, gain = self._discretised(wide)
+        recurrent = None if state is None else state["recurrent"]
         y, final = diagonal_ssm(
-            products, rate, angle, gain, initial_state=None if state is None else state["recurrent"], mask=mask
-        )
-        y = torch.addcmul(y, products, self.D.to(wide)[:, None]).unflatten(-1, (width, width))
-        y = (q[..., None] * y).sum(-2).flatten(-2)
-        projected: Tensor = self.o_proj(y.to(x.dtype))
-        return projected, {"recurrent": final, "k_conv": shifted}
+            pair_products(k, v), rate, angle, gain, self.D,
+            initial_state=recurrent, mask=mask, wants_state=not states_are_unread(),
+        )  # fmt: skip
+        (projected,) = project_biased(read_pairs(q, y).flatten(-2).to(x.dtype), self.o_proj)
+        return projected, {"k_conv": shifted} | ({} if final is None else {"recurrent": final})
 
     def _discretised(self, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Rate and angle ``[H, N/2]`` of exp(step A) and the gain C (exp(step A) - 1) / A ``[H, N/2, 2]``."""

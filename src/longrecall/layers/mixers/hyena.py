@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from longrecall.layers.convolution import ShortConvolution
 from longrecall.layers.implicit_filter import ImplicitFilter
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.projections import project_biased
 from longrecall.ops import long_convolution
+from longrecall.ops.convolution import gated_short_convolution
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,14 @@ class Hyena(nn.Module):
         self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
     ) -> tuple[Tensor, LayerState]:
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``conv [B, 3I, W-1]``, ``value [B, tokens, I]``)."""
-        channels, conv = self.conv(self.in_proj(x), None if state is None else state["conv"], mask)
-        first, second, value = channels.chunk(3, dim=-1)
-        value = first * value
+        (channels,) = project_biased(x, self.in_proj)
+        second, value, conv = gated_short_convolution(
+            channels, self.conv.weight, self.conv.bias, state=None if state is None else state["conv"], mask=mask
+        )
         history = None if state is None else state["value"]
         taps = self.filter(value.shape[1] + (0 if history is None else history.shape[1]))
-        mixed, inputs = long_convolution(value, taps, history=history, mask=mask)
-        mixed = torch.addcmul(mixed, value, self.D.to(mixed.dtype))
-        y: Tensor = self.out_proj((second * mixed).to(x.dtype))
+        # D weighs the newest input, as the tap of lag 0 does: no pass over memory of its own.
+        newest = self.D.to(taps.dtype)[:, None] + taps[:, :1]
+        mixed, inputs = long_convolution(value, torch.cat([newest, taps[:, 1:]], dim=1), history=history, mask=mask)
+        (y,) = project_biased((second * mixed).to(x.dtype), self.out_proj)
         return y, {"conv": conv, "value": inputs}

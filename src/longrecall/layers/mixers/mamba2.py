@@ -17,6 +17,7 @@ from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.layers.norm import RMSNorm, operand_dtype
 from longrecall.layers.projections import project_gated
 from longrecall.ops import gated_linear_attention
+from longrecall.ops.state_space import stepped_values
 
 
 @dataclass(frozen=True)
@@ -102,16 +103,15 @@ class Mamba2(nn.Module):
         if config.time_step_limit != (0.0, None):
             step = step.clamp(*config.time_step_limit)
         step = mask_tokens(step, mask)
-        # Below they meet `wide` numbers, so products of them are wide without a wide copy of theirs.
+        # Their products with `wide` numbers are wide without a wide copy of theirs.
         values = values.unflatten(-1, (-1, config.head_dim))
-        y, final = gated_linear_attention(
-            c.unflatten(-1, (config.groups, -1)),
-            b.unflatten(-1, (config.groups, -1)),
-            values * step[..., None],
-            -step * self.A_log.to(wide).exp(),
-            scale=1.0,
-            initial_state=None if state is None else state["recurrent"],
-        )
-        y = torch.addcmul(y, values, self.D.to(wide)[:, None]).flatten(-2)
-        projected = project_gated(y, self.norm, z, self.out_proj, operand_dtype(x), "silu_before")
+        b, c = (x.unflatten(-1, (config.groups, -1)) for x in (b, c))
+        log_decay = -step * self.A_log.to(wide).exp()
+        initial = None if state is None else state["recurrent"]
+
+        def attend(stepped: Tensor) -> tuple[Tensor, Tensor]:
+            return gated_linear_attention(c, b, stepped, log_decay, scale=1.0, initial_state=initial)
+
+        y, final = stepped_values(values, step, self.D.to(wide), attend)
+        projected = project_gated(y.flatten(-2), self.norm, z, self.out_proj, operand_dtype(x), "silu_before")
         return projected, {"recurrent": final, "conv": conv_state}

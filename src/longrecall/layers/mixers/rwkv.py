@@ -18,6 +18,7 @@ from longrecall.errors import UserError
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
 from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.ops import bonus_linear_attention
+from longrecall.ops.time_mixing import gated_group_norm, mix_with_previous
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,8 @@ class TimeMixing(nn.Module):
             r, mask_tokens(k, mask), v.to(wide), log_decay, self.bonus, initial_state=state
         )
         norm = self.o_norm
-        rows = F.group_norm(
-            o.flatten(0, 1).flatten(1), config.num_heads, norm.weight.to(wide), norm.bias.to(wide), norm.eps
-        )
-        gated = rows.unflatten(0, o.shape[:2]) * F.silu(self.g_proj(inputs[3]).to(wide))
-        projected: Tensor = self.o_proj(gated.to(dtype))
+        gated = gated_group_norm(o, self.g_proj(inputs[3]), norm.weight, norm.bias, norm.eps, dtype)
+        projected: Tensor = self.o_proj(gated)
         return projected, final
 
 
@@ -146,9 +144,12 @@ class RWKV5(TimeMixing):
         self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
     ) -> tuple[Tensor, LayerState]:
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``recurrent [B, H, K, V]``, ``shift [B, d, 1]``)."""
-        before, shift = token_shift(x, None if state is None else state["shift"], mask)
-        change = before - x
-        r, k, v, gate = (x + change * share for share in self.mix)
+        if state is None and mask is None:
+            (r, k, v, gate), shift = mix_with_previous(x, self.mix), x[:, -1:].transpose(1, 2)
+        else:
+            before, shift = token_shift(x, None if state is None else state["shift"], mask)
+            change = before - x
+            r, k, v, gate = (x + change * share for share in self.mix)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         log_decay = (-self.decay.to(wide).exp()).expand(*x.shape[:2], -1)
         y, final = self.attend((r, k, v, gate), log_decay, None if state is None else state["recurrent"], mask)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from longrecall.errors import UserError
 from longrecall.models.config import LayerConfig, RecurrentConfig
 from longrecall.models.formats.sources import Layout, Source
@@ -19,9 +21,10 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
         raise UserError(f'{where}: "{missing[0]}" is missing; a native config.json needs it')
     if not isinstance(raw["layers"], list) or not all(isinstance(layer, dict) for layer in raw["layers"]):
         raise UserError(f'{where}: "layers" must be a list of layer descriptions')
-    for key in ("vocab_size", "hidden_size"):
-        if isinstance(raw[key], bool) or not isinstance(raw[key], int) or raw[key] < 1:
-            raise UserError(f'{where}: "{key}" is {raw[key]!r}; it must be a positive whole number')
+    for key in ("dtype", "torch_dtype"):
+        name = raw.get(key)
+        if name is not None and not (isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype)):
+            raise UserError(f'{where}: "{key}" is {name!r}; it must be a floating-point type, such as "float32"')
     try:
         config = RecurrentConfig.from_dict(raw)
     except UserError as error:

@@ -28,6 +28,17 @@ MODULES = {
     "silu_product": "gating",
     "delta_gates": "gates",
     "short_convolution": "convolution",
+    "depthwise_convolution": "depthwise",
+    "long_convolution": "long_convolution",
+    "diagonal_taps": "diagonal",
+    "head_products": "head_products",
+    "mix_with_previous": "token_shift",
+    "gated_group_norm": "group_norm",
+    "look_up": "embedding",
+    "column_sums": "column_sums",
+    "add_bonus": "bonus",
+    "gated_convolution": "gated_convolution",
+    "stepped_values": "state_space",
 }
 """Ops that have kernels, and the module of each."""
 
@@ -152,6 +163,89 @@ def short_convolution(*inputs: Any) -> Tensor:
     """`convolution.short_convolution`."""
     out: Tensor = _module("short_convolution").short_convolution(*inputs)
     return out
+
+
+@torch.compiler.disable
+def depthwise_convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`depthwise.convolve`."""
+    out: Tensor = _module("depthwise_convolution").convolve(x, weight, bias)
+    return out
+
+
+@torch.compiler.disable
+def long_convolution(x: Tensor, taps: Tensor) -> Tensor:
+    """`long_convolution.convolve`."""
+    out: Tensor = _module("long_convolution").convolve(x, taps)
+    return out
+
+
+@torch.compiler.disable
+def diagonal_taps(*inputs: Any) -> Tensor:
+    """`diagonal.taps`."""
+    out: Tensor = _module("diagonal_taps").taps(*inputs)
+    return out
+
+
+@torch.compiler.disable
+def pair_products(k: Tensor, v: Tensor) -> Tensor:
+    """`head_products.pair_products`."""
+    out: Tensor = _module("head_products").pair_products(k, v)
+    return out
+
+
+@torch.compiler.disable
+def read_pairs(q: Tensor, y: Tensor) -> Tensor:
+    """`head_products.read_pairs`."""
+    out: Tensor = _module("head_products").read_pairs(q, y)
+    return out
+
+
+@torch.compiler.disable
+def mix_with_previous(x: Tensor, shares: Tensor) -> tuple[Tensor, ...]:
+    """`token_shift.mix_with_previous`."""
+    return tuple(_module("mix_with_previous").mix_with_previous(x, shares))
+
+
+@torch.compiler.disable
+def gated_group_norm(*inputs: Any) -> Tensor:
+    """`group_norm.gated_group_norm`."""
+    out: Tensor = _module("gated_group_norm").gated_group_norm(*inputs)
+    return out
+
+
+@torch.compiler.disable
+def look_up(ids: Tensor, table: Tensor) -> Tensor:
+    """`embedding.look_up`."""
+    out: Tensor = _module("look_up").look_up(ids, table)
+    return out
+
+
+@torch.compiler.disable
+def column_sums(x: Tensor) -> Tensor:
+    """`column_sums.column_sums`."""
+    out: Tensor = _module("column_sums").column_sums(x)
+    return out
+
+
+@torch.compiler.disable
+def add_bonus(*inputs: Tensor) -> Tensor:
+    """`bonus.add_bonus`."""
+    out: Tensor = _module("add_bonus").add_bonus(*inputs)
+    return out
+
+
+@torch.compiler.disable
+def gated_convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`gated_convolution.convolve`."""
+    passed, product = _module("gated_convolution").convolve(x, weight, bias)
+    return passed, product
+
+
+@torch.compiler.disable
+def stepped_values(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """`state_space.stepped_values`."""
+    y, final = _module("stepped_values").stepped_values(*inputs)
+    return y, final
 
 
 @torch.compiler.disable

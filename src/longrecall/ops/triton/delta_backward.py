@@ -77,6 +77,8 @@ def values_kernel(
     b, value_head = row // VALUE_HEADS, row % VALUE_HEADS
     REPEATS: tl.constexpr = HEADS // KEY_HEADS
     values = rows_of(v, b, start, T, value_head, VALUE_HEADS, V, 0, ROWS, V).to(tl.float32)
+    # d_values may be v: no thread writes before all have read.
+    tl.debug_barrier()
     total = tl.zeros([ROWS, V], tl.float32)
     t = start + tl.arange(0, ROWS)
     for sub in range(SUBHEADS):

@@ -303,7 +303,7 @@ def backward(
 
 
 def rows_at_a_time(q: Tensor, v: Tensor, beta: Tensor) -> int:
-    """Rows of the batch for `group_backward` where q, k, v, what they are made of and v's gradient are held as well.
+    """Rows of the batch for `group_backward` where q, k, v and what they are made of are held as well.
 
     q ``[B, T, H * E, K]`` is read for its shape alone.
     """
@@ -320,7 +320,7 @@ def group_backward(
 ) -> Tensor:
     """Write the gradients of q, k, v, log decay, beta and state of some rows to `into`; returns that of the weights.
 
-    Those of q and k may be q and k themselves, which are then lost. `solved` as `_invert` returns it.
+    Those of q, k and v may be q, k and v themselves, which are then lost. `solved` as `_invert` returns it.
     """
     q, k, v, _, beta, weights, _ = inputs
     _, _, d_v, _, d_beta, d_state = into

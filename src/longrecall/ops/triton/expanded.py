@@ -1,8 +1,9 @@
 """The delta rule behind expansion and short convolutions, whose queries, keys and values are made twice, not kept.
 
-From the projected heads they come by one pass over memory (and, where they are expanded head by head, one product), so
-the backward makes them again, a few rows of the batch at a time. Expanded by E, queries and keys are E times as large
-as all else a layer holds on to: what it keeps, and its peak, hardly grow with E.
+From the projected heads they come by one pass over memory, so the backward makes them again, a few rows of the batch at
+a time. Expanded by E, queries and keys are E times as large as all else a layer holds on to: what it keeps, and its
+peak, hardly grow with E. The forward expands in the same pass; the backward, which needs what the convolutions read, by
+a product before it. Both round alike (`expansion.expand_and_convolve`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from longrecall.ops.padding import Newest
-from longrecall.ops.triton import delta_rule
+from longrecall.ops.triton import delta_rule, expansion
 from longrecall.ops.triton.convolution import convolve_heads
 from longrecall.ops.triton.launch import on_device
 
@@ -43,9 +45,9 @@ class Heads:
         """
         make = _Maker(activation, grafted)
         if newest is None:
-            return make.wide(self.projected[:, -3:], self.weight).flatten(2).transpose(1, 2)
+            return make.tail(self.projected[:, -3:], self.weight).transpose(1, 2)
         last = self.projected.gather(1, newest.tokens[..., None, None].expand(-1, -1, *self.projected.shape[2:]))
-        inputs = torch.cat([self.state.transpose(1, 2), make.wide(last, self.weight).flatten(2)], dim=1)
+        inputs = torch.cat([self.state.transpose(1, 2), make.tail(last, self.weight)], dim=1)
         return inputs.gather(1, newest.inputs[..., None].expand(-1, -1, inputs.shape[2])).transpose(1, 2)
 
 
@@ -92,59 +94,41 @@ class _Maker:
     activation: Activation | None
     grafted: bool
 
-    def wide(self, y: Tensor, weight: Tensor | None) -> Tensor:
-        """``[B, T, H, D]`` -> the convolution's inputs ``[B, T, H, E * D]``."""
-        if weight is None or self.activation is None:
-            return y
-        grafted = y if self.grafted else None
-        return cast(Tensor, _Expand.apply(self.activation(y), weight.to(y.dtype), grafted))
+    def active(self, y: Tensor) -> Tensor:
+        """What the expansion multiplies."""
+        return cast(Activation, self.activation)(y)
 
-    def __call__(self, heads: Sequence[Tensor]) -> list[Tensor]:
-        """q, k ``[B, T, H * E, D]`` and v ``[B, T, Hv, V]`` from the projected heads, state, weight, taps of each."""
-        made: list[Tensor] = []
-        for first in range(0, len(heads), 4):
-            y, state, weight, taps = heads[first : first + 4]
-            z = self.wide(y, weight).unflatten(-1, (-1, y.shape[3])).flatten(2, 3)
-            made.append(convolve_heads(z, taps, state, normalise=len(made) < 2))
-        return made
+    def inputs(self, first: Tensor, weight: Tensor | None, grafted: Tensor | None) -> Tensor:
+        """The convolution's inputs ``[B, T, H * E, D]`` from `active`, or from projected heads without an expansion."""
+        return first if weight is None else expansion.expand(first, weight.to(first.dtype), grafted)
 
+    def tail(self, y: Tensor, weight: Tensor | None) -> Tensor:
+        """The convolution's inputs of some tokens, ``[B, T, H * E * D]``."""
+        if weight is None:
+            return y.flatten(2)
+        return self.inputs(self.active(y), weight, y if self.grafted else None).flatten(2)
 
-class _Expand(torch.autograd.Function):
-    """y ``[B, T, H, D]``, weight ``[H, D, F]``, head as y or None -> the head, if any, and y @ weight side by side.
+    def made(self, heads: Sequence[Any], *, normalise: bool) -> Tensor:
+        """q or k ``[B, T, H * E, D]``, or v, from projected heads, state, weight and taps; without a gradient."""
+        y, state, weight, taps = heads
+        if weight is None:
+            return convolve_heads(y, taps, state, normalise=normalise)
+        rest = (weight.to(y.dtype), y if self.grafted else None, taps, state)
+        return expansion.expand_and_convolve(self.active(y), *rest, normalise=normalise)
 
-    einsum would leave heads outermost in memory, and whoever reads a token's heads together would copy them; the head
-    would be put in front by one more copy of all.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, weight: Tensor, head: Tensor | None) -> Tensor:
-        ctx.save_for_backward(y, weight)
-        ctx.before = before = 0 if head is None else head.shape[3]
-        out = y.new_empty((*y.shape[:3], before + weight.shape[2]))
-        if head is not None:
-            out[..., :before] = head
-        torch.bmm(_by_head(y), weight, out=_by_head(out[..., before:]))
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        y, weight = ctx.saved_tensors
-        d_out, d_y = grads[0].contiguous(), torch.empty_like(y, memory_format=torch.contiguous_format)
-        d_made = _by_head(d_out[..., ctx.before :])
-        torch.bmm(d_made, weight.transpose(1, 2), out=_by_head(d_y))
-        d_weight = torch.bmm(_by_head(y).transpose(1, 2), d_made)
-        return d_y, d_weight, d_out[..., : ctx.before] if ctx.before else None
-
-
-def _by_head(x: Tensor) -> Tensor:
-    """``[B, T, H, D]`` -> a view ``[H, B * T, D]``."""
-    view: Tensor = x.flatten(0, 1).transpose(0, 1)
-    return view
+    def through_activation(self, y: Tensor, d_active: Tensor, out: Tensor) -> None:
+        """Write the gradient of y to `out`, given that of the activated heads."""
+        if self.activation is functional.silu:
+            torch.ops.aten.silu_backward.grad_input(d_active, y, grad_input=out)
+            return
+        leaf = y.detach().requires_grad_()
+        with torch.enable_grad():
+            active = cast(Activation, self.activation)(leaf)
+        out.copy_(torch.autograd.grad(active, leaf, d_active)[0])
 
 
 HEADS = 12
-"""Inputs of the autograd function that queries, keys and values are made of, four each; two of them are per row."""
+"""Inputs of the autograd function that queries, keys and values are made of, four each."""
 
 
 class _ExpandedDeltaRule(torch.autograd.Function):
@@ -154,7 +138,8 @@ class _ExpandedDeltaRule(torch.autograd.Function):
     def forward(ctx: Any, make: _Maker, scale: float, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         ctx.make, ctx.scale = make, scale
         with on_device(inputs[0]):
-            out, final, *solved = delta_rule.forward(scale, *make(inputs[:HEADS]), *inputs[HEADS:])
+            made = [make.made(inputs[first : first + 4], normalise=first < 8) for first in range(0, HEADS, 4)]
+            out, final, *solved = delta_rule.forward(scale, *made, *inputs[HEADS:])
         ctx.save_for_backward(*solved, *inputs)
         return out, final
 
@@ -178,39 +163,82 @@ def _backward(
     """Gradients of all inputs, in their order."""
     heads, (log_decay, beta, weights, state) = inputs[:HEADS], inputs[HEADS:]
     d_gates, d_weights = [torch.empty_like(x) for x in (log_decay, beta, state)], torch.zeros_like(weights)
-    found: list[list[Tensor | None]] = [[] for _ in heads]
+    queries, keys, values = (_Remade(make, heads[first : first + 4], normalise=first < 8) for first in (0, 4, 8))
+    # Values are few: made once for all rows.
+    v = values.make(slice(None))
     step = _rows_at_a_time(heads, beta)
     for first in range(0, len(beta), step):
         rows = slice(first, first + step)
-        pieces = [x if x is None else (x[rows] if _by_row(n) else x).detach() for n, x in enumerate(heads)]
-        wanted = [x.requires_grad_() for x in pieces if x is not None]
-        with torch.enable_grad():
-            made = make(pieces)
-        read = [x.detach() for x in made]
-        # The gradients of q and k are written over them: nothing reads them again.
-        d_read = [*read[:2], torch.empty_like(read[2])]
+        q, k = queries.make(rows), keys.make(rows)
         gates = (log_decay[rows], beta[rows], weights, state[rows])
-        into = [*d_read, *(x[rows] for x in d_gates)]
-        d_weights += delta_rule.group_backward(
-            scale, (*read, *gates), (solved[0][rows], solved[1][rows]), d_out[rows], d_final[rows], into
-        )
-        d_wanted = iter(torch.autograd.grad(made, wanted, d_read))
-        for parts, x in zip(found, pieces, strict=True):
-            parts.append(None if x is None else next(d_wanted))
-    return [*(_merged(parts, _by_row(n)) for n, parts in enumerate(found)), *d_gates[:2], d_weights, d_gates[2]]
+        # The gradients of q, k and v are written over them: nothing reads them again.
+        into = [q, k, v[rows], *(x[rows] for x in d_gates)]
+        found = (solved[0][rows], solved[1][rows])
+        d_weights += delta_rule.group_backward(scale, (q, k, v[rows], *gates), found, d_out[rows], d_final[rows], into)
+        queries.backward(q)
+        keys.backward(k)
+    values.backward(v)
+    d_heads = [x for part in (queries, keys, values) for x in part.gradients()]
+    return [*d_heads, *d_gates[:2], d_weights, d_gates[2]]
 
 
-def _by_row(place: int) -> bool:
-    """Whether one of the `HEADS` inputs (or its gradient) has the rows of the batch, or is shared by them."""
-    return place % 4 < 2
+class _Remade:
+    """Queries, keys or values in the backward: made again for some rows of the batch after the other."""
+
+    def __init__(self, make: _Maker, heads: Sequence[Tensor], *, normalise: bool) -> None:
+        self.maker, self.normalise = make, normalise
+        self.heads = [x if x is None else x.detach() for x in heads]
+        self.rows: list[slice] = []
+        self.found: list[tuple[Tensor, ...]] = []
+        """Gradients of these rows: projected heads, or what their expansion multiplies; state, weight, if any, taps."""
+        self.d_grafted: list[Tensor] = []
+        """Those of projected heads as the first subheads."""
+
+    def make(self, rows: slice) -> Tensor:
+        """What the layer's forward made of these rows, without a gradient."""
+        y, state, weight, taps = self.heads
+        first = y[rows] if weight is None else self.maker.active(y[rows])
+        grafted = [y[rows]] if weight is not None and self.maker.grafted else []
+        pieces = [x if x is None else x.detach().requires_grad_() for x in (first, state[rows], weight, taps, *grafted)]
+        with torch.enable_grad():
+            inputs = self.maker.inputs(pieces[0], pieces[2], pieces[4] if grafted else None)
+            self.made = convolve_heads(inputs, pieces[3], pieces[1], normalise=self.normalise)
+        self.leaves = [x for x in pieces if x is not None]
+        self.rows.append(rows)
+        return self.made.detach()
+
+    def backward(self, d_made: Tensor) -> None:
+        """Keep the gradients of what `make` was made of, given its own."""
+        found = torch.autograd.grad(self.made, self.leaves, d_made)
+        del self.made, self.leaves
+        if self.heads[2] is not None and self.maker.grafted:
+            # Without a copy the gradients of all subheads, of which it is a part, would be kept.
+            self.d_grafted.append(found[-1].clone())
+            found = found[:-1]
+        self.found.append(found)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Those of projected heads, state, weight (None where there is none) and taps."""
+        d_first, d_state, *shared = (list(x) for x in zip(*self.found, strict=True))
+        if self.heads[2] is None:
+            return [_joined(d_first), _joined(d_state), None, *map(_summed, shared)]
+        y = self.heads[0]
+        d_y = torch.empty_like(y)
+        for rows, d_active in zip(self.rows, d_first, strict=True):
+            self.maker.through_activation(y[rows], d_active, d_y[rows])
+        for rows, d_head in zip(self.rows, self.d_grafted, strict=self.maker.grafted):
+            d_y[rows] += d_head
+        return [d_y, _joined(d_state), *map(_summed, shared)]
 
 
-def _merged(parts: list[Any], by_row: bool) -> Tensor | None:
-    """The gradient of one input from those that groups of rows found; a single one is taken as it is."""
-    if len(parts) == 1 or parts[0] is None:
-        whole: Tensor | None = parts[0]
-        return whole
-    return torch.cat(parts) if by_row else torch.stack(parts).sum(0, dtype=torch.float32).to(parts[0].dtype)
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The gradient of one input from those of groups of rows; a single one is taken as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _summed(parts: list[Tensor]) -> Tensor:
+    """The gradient of an input that all rows share."""
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0, dtype=torch.float32).to(parts[0].dtype)
 
 
 def _rows_at_a_time(heads: Sequence[Tensor], beta: Tensor) -> int:

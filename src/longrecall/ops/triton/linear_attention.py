@@ -233,7 +233,7 @@ def _backward(
         states, _ = _states(plan, late, v, decays, start, first, count)
         gradients, before = torch.empty_like(states), torch.empty_like(d_state)
         sizes = (plan.length, plan.chunks, first, count, *plan.heads())
-        walking, reading, gradient = plan.walking(), plan.reading(), plan.key_gradients()
+        walking, reading, gradient = plan.walking_back(), plan.reading(), plan.key_gradients()
         backward_kernels.state_gradients_kernel[(plan.batch * plan.pairs * _tiles(plan, walking),)](
             early, d_out, G, M, d_state, gradients, before, scale, *sizes, **walking
         )

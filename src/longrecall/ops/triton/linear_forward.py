@@ -316,9 +316,10 @@ def output_kernel(
     high = Hk if MERGED else hv // R + 1
     for hk in range(low, high):
         dh = hk if MERGED else hv
-        scores += mixed_scores(A, M, G, b, hk, hv, dh, at, N, Hk, Hv, W, C, MODE, MERGED)
         if MERGED:
             part = tl.zeros([C, BV], tl.float32)
+        else:
+            scores = mixed_scores(A, M, G, b, hk, hv, dh, at, N, Hk, Hv, W, C, MODE, MERGED)
         for start in range(0, K, BK):
             kk = start + tl.arange(0, BK)
             x = decayed_tile(q, b, rows, hk, kk, T, N, Hk, K, C, MODE)
@@ -330,7 +331,11 @@ def output_kernel(
             part *= tl.exp(tl.load(G + (b * N * C + rows) * W + dh))[:, None]
         if MERGED:
             total += part * tl.load(M + hk * Hv + hv)
-    if not MERGED:
+    if MERGED:
+        # After the states' products, whose sums leave these no registers.
+        for hk in range(low, high):
+            scores += mixed_scores(A, M, G, b, hk, hv, hk, at, N, Hk, Hv, W, C, MODE, MERGED)
+    else:
         total = part
     tile = ((b * T + rows[:, None]) * Hv + hv) * V + vv[None, :]
     there = (rows < T)[:, None] & (vv < V)[None, :]

@@ -49,6 +49,11 @@ class Plan:
         return self.mode == 1 and self.numbers.dtype == torch.bfloat16 and self.value_width <= 64
 
     @property
+    def _gla_merged(self) -> bool:
+        """Whether states are merged GLA's: a decay per channel, operands in bfloat16."""
+        return self.merged and self.mode == 2 and self.numbers.dtype == torch.bfloat16
+
+    @property
     def decays(self) -> int:
         """Numbers in the log decay of one token."""
         if self.mode == 2:
@@ -87,12 +92,18 @@ class Plan:
         return product_block(self.value_width, largest, self.numbers.dtype)
 
     def walking(self) -> dict[str, Any]:
-        """Constants of the kernels that walk from chunk to chunk."""
+        """Constants of the kernels that walk forward from chunk to chunk."""
+        # With a stage less another program fits beside this one, where there are programs enough for that.
+        return self.walking_back() | ({"num_stages": 2} if self._gla_merged else {})
+
+    def walking_back(self) -> dict[str, Any]:
+        """Constants of the kernel that walks from the last chunk to the first."""
         return self._tiles(self.wide_key_block, self.value_block(128)) | {"num_warps": 4}
 
     def reading(self) -> dict[str, Any]:
         """Constants of the kernels that read a chunk's state, whose tiles of keys follow each other."""
-        return self._tiles(self.key_block, self.value_block(128)) | {"num_warps": 8 if self.merged else 4}
+        warps = 8 if self.merged and not self._gla_merged else 4
+        return self._tiles(self.key_block, self.value_block(128)) | {"num_warps": warps}
 
     def score_gradients(self) -> dict[str, Any]:
         """Constants of `score_gradients_kernel`."""

@@ -15,12 +15,6 @@ from longrecall.errors import UserError, did_you_mean
 
 TRAIN_EXAMPLES = 12800
 MEMORIZATION_TRAIN_EXAMPLES = 256
-TEST_EXAMPLES = 1280
-BATCH_SIZE = 128
-EPOCHS = 200
-STOP_ACCURACY = 0.999
-LEARNING_RATES = (1e-4, 5e-4, 1e-3)
-WEIGHT_DECAYS = (0.0, 0.1)
 
 Value = int | float
 

@@ -1,0 +1,57 @@
+"""Whether a model still computes what its modules say, for work that passes over them: what others have put into it."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
+from torch.nn.utils import parametrize
+
+from longrecall.models.captured_steps import modules_of, tensors_of
+
+OUR_PACKAGES = ("longrecall", "torch", "transformers")
+"""Where the modules of a model come from; what others put in their place computes something else."""
+
+
+def why_not_as_built(model: nn.Module) -> str | None:
+    """Return what a step would pass over, as it works on the weights themselves; None when there is nothing.
+
+    Hooks, modules that other packages have put in a layer's place (adapters, quantised weights), weights that are more
+    than a tensor, and those that do not lie where the model's first one does. The model's own forward pass may be
+    wrapped: accelerate's autocast is.
+    """
+    if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
+        return "there are forward hooks of all modules"
+    # What hundreds of modules have in common is looked at for all of them at once: this comes before every text.
+    modules = modules_of(model)
+    others = {kind for kind in set(map(type, modules)) if not _ours(kind)}
+    for module in modules:
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__ or type(module) in others:
+            reason = _not_as_built(module, whole=module is model)
+            if reason is not None:
+                name = next(name for name, other in model.named_modules() if other is module)
+                return f"{name or 'the model'} {reason}"
+    tensors = tensors_of(modules)
+    if len({tensor.device for tensor in tensors}) > 1:
+        return "its weights lie on several devices"
+    for kind in set(map(type, tensors)) - {Tensor, nn.Parameter}:
+        return f"it has weights of a kind that kernels cannot read ({kind.__name__})"
+    return None
+
+
+def _not_as_built(module: nn.Module, whole: bool) -> str | None:
+    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        # Those of transformers only ask for gradients of embeddings, for checkpointing.
+        if not getattr(hook, "__module__", "").startswith("transformers."):
+            return "has forward hooks"
+    if whole:
+        return None
+    if "forward" in module.__dict__:
+        return "has another forward method than its kind"
+    if parametrize.is_parametrized(module):
+        return "has weights that are computed from others"
+    return None if _ours(type(module)) else f"is a module of another package ({type(module).__module__})"
+
+
+def _ours(kind: type) -> bool:
+    home = kind.__module__
+    return home.partition(".")[0] in OUR_PACKAGES and home != parametrize.__name__

@@ -1,0 +1,148 @@
+"""Head-wise expansion, and its product, short convolution, SiLU and L2 norm in one launch.
+
+Two passes, a product and the convolution's, would write and read what the expansion makes, E times as large as all
+else. A backward needs it in memory for its own passes, so it makes it by the two (see expanded.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longrecall.ops.triton.convolution import convolve_heads
+from longrecall.ops.triton.expansion_forward import TOKENS, forward_kernel
+from longrecall.ops.triton.launch import arithmetic, interpreting, on_device, processors, unsupported
+
+WIDTHS = (64, 128)
+"""Widths of heads that the kernels are built for: a weight of 256 x 256 would fill the shared memory."""
+
+STREAMS = 8
+"""Parts of the text that a program walks along; 8 tokens of each are the 64 rows of Hopper's product."""
+
+LONGEST = 16
+"""Tiles of a program at most; one more is formed for the inputs before the first."""
+
+PROGRAMS = 4
+"""Programs for each multiprocessor below which they are made shorter."""
+
+
+@torch.no_grad()
+def expand_and_convolve(
+    y: Tensor,
+    weight: Tensor,
+    grafted: Tensor | None,
+    taps: Tensor,
+    state: Tensor,
+    *,
+    normalise: bool,
+    eps: float = 1e-6,
+) -> Tensor:
+    """`convolve_heads` of `expand`, without a gradient.
+
+    In one launch, or one after the other where the kernel declines. Either way the expansion is rounded to the dtype
+    of y before the convolution, and the result at the end. The product adds up in another order, so that now and then
+    the first rounding goes to the other neighbour.
+
+    Args:
+        y: ``[B, T, H, D]``, after the activation.
+        weight: ``[H, D, F]``, F = E * D, or (E - 1) * D with a grafted head; in the dtype of y.
+        grafted: ``[B, T, H, D]``, the first subhead of every head as it is; None = all are made.
+        taps: ``[H * E * D, 4]``, the newest input last.
+        state: ``[B, H * E * D, 3]``, the convolution's inputs before the first token.
+        normalise: whether to divide every subhead by its L2 norm.
+        eps: keeps the norm of a subhead of zeros finite.
+
+    Returns:
+        ``[B, T, H * E, D]`` in the dtype of y.
+    """
+    if declines(y, weight) is not None:
+        return convolve_heads(expand(y, weight, grafted), taps, state, normalise=normalise, eps=eps)
+    y, weight, taps = y.contiguous(), weight.contiguous(), taps.contiguous()
+    heads, width = y.shape[2:]
+    factor = weight.shape[2] // width + (grafted is not None)
+    out = y.new_empty((*y.shape[:2], heads * factor, width))
+    grid, chunks = _launch(y, heads * factor)
+    # Neighbouring channels side by side, as in `out`.
+    before = state.to(y.dtype).transpose(1, 2).contiguous()
+    with on_device(y):
+        forward_kernel[grid](
+            y, weight, y if grafted is None else grafted.contiguous(), taps, before, out, y.shape[1], chunks, eps,
+            HEADS=heads, E=factor, D=width, GRAFTED=grafted is not None, NORMALISE=normalise, GROUPS=STREAMS, STAGES=2,
+            num_warps=4, **arithmetic(y.dtype).constants(),
+        )  # fmt: skip
+    return out
+
+
+def declines(y: Tensor, weight: Tensor) -> str | None:
+    """Why the kernels cannot expand y ``[B, T, H, D]`` with a weight ``[H, D, F]``, in words; None = they can."""
+    if y.shape[3] not in WIDTHS:
+        return f"heads must be {' or '.join(map(str, WIDTHS))} wide, not {y.shape[3]}"
+    if y.dtype != torch.bfloat16 and not interpreting():
+        return f"the product is built for bfloat16, not for {str(y.dtype).removeprefix('torch.')}"
+    if weight.dtype != y.dtype:
+        return "the heads and the expansion have different dtypes"
+    return unsupported(y)
+
+
+def expand(y: Tensor, weight: Tensor, grafted: Tensor | None) -> Tensor:
+    """The grafted head, if any, and y @ weight side by side; gradients reach all three.
+
+    Equations 8 and 9 of "Scaling up the State Size of RNN LLMs for Long-Context Scenarios".
+
+    Args:
+        y: ``[B, T, H, D]``, after the activation.
+        weight: ``[H, D, F]``, F a multiple of D, in the dtype of y.
+        grafted: ``[B, T, H, D]`` or None.
+
+    Returns:
+        ``[B, T, H * E, D]`` in the dtype of y, with the E subheads of a head beside each other.
+    """
+    wide = _Expand.apply(y, weight, grafted)
+    return cast(Tensor, wide.unflatten(-1, (-1, y.shape[3])).flatten(2, 3))
+
+
+class _Expand(torch.autograd.Function):
+    """y ``[B, T, H, D]``, weight ``[H, D, F]``, head as y or None -> ``[B, T, H, E * D]``.
+
+    einsum would leave heads outermost in memory, and whoever reads a token's heads together would copy them; the head
+    would be put in front by one more copy of all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weight: Tensor, head: Tensor | None) -> Tensor:
+        ctx.save_for_backward(y, weight)
+        ctx.before = before = 0 if head is None else head.shape[3]
+        out = y.new_empty((*y.shape[:3], before + weight.shape[2]))
+        if head is not None:
+            out[..., :before] = head
+        torch.bmm(_by_head(y), weight, out=_by_head(out[..., before:]))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        y, weight = ctx.saved_tensors
+        d_out, d_y = grads[0].contiguous(), torch.empty_like(y, memory_format=torch.contiguous_format)
+        d_made = _by_head(d_out[..., ctx.before :])
+        torch.bmm(d_made, weight.transpose(1, 2), out=_by_head(d_y))
+        d_weight = torch.bmm(_by_head(y).transpose(1, 2), d_made)
+        return d_y, d_weight, d_out[..., : ctx.before] if ctx.before else None
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """``[B, T, H, D]`` -> a view ``[H, B * T, D]``."""
+    view: Tensor = x.flatten(0, 1).transpose(0, 1)
+    return view
+
+
+def _launch(y: Tensor, subheads: int) -> tuple[tuple[int, int, int], int]:
+    """The grid, and the tiles of a program, whose streams cover every row."""
+    rows, tokens = y.shape[:2]
+    tiles = triton.cdiv(tokens, STREAMS * TOKENS.value)
+    most = max(1, rows * subheads * tiles // (PROGRAMS * processors(y)))
+    chunks = min(LONGEST, tiles, most)
+    return (subheads, triton.cdiv(tiles, chunks), rows), chunks

@@ -1,0 +1,271 @@
+"""What docs/retrieval_evidence.md says of models without retrieval is what the recorded sweep says."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.experiments.retrieval_page import experiment, page_prose
+
+CONTROLS = [
+    ["models.retrieval=[null]", "models.hidden_sizes=[32, 64]", "training.learning_rates=[0.00464]"],
+    ["models.retrieval=[null]", "models.hidden_sizes=[128, 256]", "training.learning_rates=[0.00215]"],
+]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return experiment("report_retrieval", monkeypatch)
+
+
+@pytest.fixture
+def cells(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return experiment("recall_cells", monkeypatch)
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return experiment("report_controls", monkeypatch)
+
+
+@pytest.fixture
+def prose() -> str:
+    return page_prose()
+
+
+def test_the_controls_of_the_prose(script: ModuleType, report: ModuleType, cells: ModuleType, prose: str) -> None:
+    (ended, left), beside = cells.controls(), report.with_retrieval()
+    reached = sum(row["accuracy"] >= cells.REACHED for row in ended.values())
+    assert len(beside) == 96 and min(beside.values()) >= cells.REACHED
+    words = f"{len(ended)} of the 96 ended"
+    words += f", {len(left)} were cut off" * bool(left)
+    rest = 96 - len(ended) - len(left)
+    assert f"{words}, {rest} were not begun." in prose if rest else f"{words}." in prose
+    many = "None of these reaches" if reached == 0 else f"{reached} of these reach{'es' * (reached == 1)}"
+    assert f"{many} .999, and all 192 cells with the layer do." in prose
+
+    def mean(length: int | None = None) -> str:
+        values = [row["accuracy"] for cell, row in ended.items() if length in (None, cell[2])]
+        return str(script.number(statistics.mean(values)))
+
+    with_it = script.share(statistics.mean(beside[cell] for cell in ended))
+    assert f"The mean of those that ended is {mean()}, with the layer {with_it}" in prose
+    lengths = [length for length in (64, 128, 256, 512) if any(cell[2] == length for cell in ended)]
+    assert f"By length: {'; '.join(f'L {length} {mean(length)}' for length in lengths)}." in prose
+    none = "none" if reached == 0 else reached
+    words = (
+        f"{len(ended)} of the 96 cells ended, {none} of them at .999. Their mean is {mean()}, with the layer {with_it}"
+    )
+    assert f"trained in the same way without it, {words}; at L 512 it is {mean(512)}." in prose
+    dead = [cell for cell, row in ended.items() if row["accuracy"] < 0.01]
+    theirs = sum(float(cells.published(cell[0], *cell[2:])) < 0.01 for cell in dead)
+    words = f"{len(dead)} are below .01, where nothing has been learned"
+    assert f"{words}; the paper has less than .01 in {theirs} of these too" in prose
+    best, long = (
+        max(values, key=lambda c: ended[c]["accuracy"]) for values in (ended, [c for c in ended if c[2] == 512])
+    )
+    assert f"The best is {best[0]} at L {best[2]}, d {best[3]} with {script.share(ended[best]['accuracy'])}" in prose
+    assert f"at L 512 it is {long[0]} at d {long[3]} with {script.share(ended[long]['accuracy'])}." in prose
+    more = [
+        row["parameters"] / ended[cell[0], None, *cell[2:]]["parameters"] - 1
+        for cell, row in cells.best_rows(cells.PRESENT).items()
+        if cell[1] is not None and (cell[0], None, *cell[2:]) in ended
+    ]
+    assert f"The layer adds {min(more):.0%} to {max(more):.0%} of parameters" in prose
+    same = sum(
+        row.get("matmul_precision") == "high"
+        for cell, row in cells.rows_of(cells.PRESENT).items()
+        if cell[1] is not None
+    )
+    assert f"products are in tensor-float-32, which {same} of the cells with the layer have too" in prose
+    assert (
+        all(row["matmul_precision"] == "high" for row in ended.values())
+        and "all controls, and all further runs" in prose
+    )
+
+
+def test_the_paper_and_the_budgets_of_the_prose(report: ModuleType, cells: ModuleType, prose: str) -> None:
+    pairs, budgets = report.paper_pairs(), report.budget_pairs()
+    above, same, near, far = report.against_paper([ours - theirs for ours, theirs in pairs.values()])
+    words = f"of {len(pairs)} cells {above} are more than .02 above it, {same} within .02 and {near + far} below"
+    assert f"{words}, {far} of them by more than .1." in prose
+    words = (
+        f"of the {len(pairs)} cells in which a run ended {above} are more than .02 above the paper's, {same} within .02"
+    )
+    assert f"{words}, {near} up to .1 below, and {far} further below" in prose
+    assert far and "The paper's numbers are not reproduced" in prose
+    assert f"with 64 epochs and larger batches, of which {len(report.long_runs()[0])} ended" in prose
+    higher = sum(short > long for short, long in budgets.values())
+    lower = sum(short < long for short, long in budgets.values())
+    if budgets:
+        words = f"Both runs ended in {len(budgets)} cells; the control is higher in {higher} and lower in {lower}"
+        assert f"{words} of them" in prose
+    stuck = cells.controls()[0].get(("rwkv5", None, 64, 64))
+    if stuck is not None:
+        assert f"Its control, at .00464, has {cells.number(stuck['accuracy'])}." in prose
+
+
+def test_how_controls_fail_in_the_prose(script: ModuleType, cells: ModuleType, prose: str) -> None:
+    ended, _ = cells.controls()
+    losses = {cell: row["history"][-1][1] for cell, row in ended.items()}
+    theirs = {cell: float(cells.published(cell[0], *cell[2:])) for cell in ended}
+    heart = [cell for cell, loss in losses.items() if loss < 0.5]
+    poor = sum(ended[cell]["accuracy"] < 0.5 for cell in heart)
+    words = f"{len(heart)} of the {len(ended)} that ended have a training loss below .5, and {poor} of these recall"
+    assert f"{words} less than .5 of the test values" in prose
+    stuck = [cell for cell, loss in losses.items() if loss > 8]
+    assert all(ended[cell]["accuracy"] < 0.01 for cell in stuck) and round(math.log(4096), 2) == 8.32
+    *first, last = [mixer for mixer in cells.MIXERS if any(cell[0] == mixer for cell in stuck)]
+    known = f"{len(stuck)}, of {', '.join(first)} and {last}, end with a loss above 8, that of guessing being 8.32"
+    assert known in prose
+    assert f"The paper has .9 or more in {sum(theirs[cell] >= 0.9 for cell in stuck)} of these cells" in prose
+    place = ("rwkv5", None, 128, 32)
+    pair = (script.number(ended[place]["accuracy"]), script.number(cells.rows_of(cells.PRESENT)[place]["accuracy"]))
+    assert "rwkv5 at L 128, d 32 has {} at .00464, and {} in 64 epochs at .00215".format(*pair) in prose
+    alike = [cell for cell in ended if cell[0] == "base_conv" and cell[2] >= 128 and cell[3] <= 64]
+    gap = max(abs(round(ended[cell]["accuracy"], 3) - theirs[cell]) for cell in alike)
+    assert len(alike) == 6 and f"its six controls are within {script.number(gap)}." in prose
+
+
+def test_the_runs_of_64_epochs_of_the_prose(script: ModuleType, cells: ModuleType, prose: str) -> None:
+    rows = cells.rows_of(cells.PRESENT)
+    found = {
+        cell: (script.number(row["accuracy"]), cells.published(cell[0], *cell[2:]))
+        for cell, row in rows.items()
+        if cell[1] is None
+    }
+    late = {cell: run for cell, run in cells.stopped().items() if cell[1] is None}
+    assert len(late) == 15
+    known = late["h3", None, 64, 128]
+    reached = (script.share(known["accuracy"], 3), script.number(known["epochs"], digits=1))
+    assert "Of the 15 that were cut off, h3 was at {} after {} of 64 epochs".format(*reached) in prose
+    wide = [("base_conv", None, 64, 128), ("hyena", None, 64, 128)]
+    pairs = [found[cell] for cell in wide]
+    words = "base_conv and hyena at d 128, L 64 have {} and {} against {} and {}."
+    assert words.format(*(ours for ours, _ in pairs), *(theirs for _, theirs in pairs)) in prose
+    tensor = [cell for cell in found if rows[cell].get("matmul_precision") == "high"]
+    assert set(wide) <= set(tensor) and f"{len(tensor)} without it, all controls, and all further runs" in prose
+    assert f"{len(found) - len(tensor)} without retrieval" in prose
+    ends = {cell: rows[cell]["history"][-1][1] for cell in found}
+    heart = [cell for cell, loss in ends.items() if cell[2] == 64 and loss < 0.12]
+    values = sorted(float(found[cell][0]) for cell in heart)
+    known = (
+        f"{len(heart)} of the {sum(cell[2] == 64 for cell in found)} cells at L 64 end with a training loss below .12"
+    )
+    assert f"{known} and with {script.number(values[0])} to {script.number(values[-1])} of the test values" in prose
+    slow = sorted(ends[mixer, None, 128, 32] for mixer in ("base_conv", "h3", "hyena"))
+    assert f"base_conv, h3 and hyena end with training losses of {slow[0]:.1f} to {slow[-1]:.1f}" in prose
+    for mixer, words in (
+        ("mamba", "mamba has {} and {} at L 64 and {} at L 128, against {}, {} and {}."),
+        ("h3", "h3 is at {}, {} and {} against {}, {} and {}."),
+    ):
+        known = [found[mixer, None, *place] for place in ((64, 32), (64, 64), (128, 32))]
+        assert words.format(*(ours for ours, _ in known), *(published for _, published in known)) in prose
+    assert "rwkv5 at d 64, L 64 has {} against {}".format(*found["rwkv5", None, 64, 64]) in prose
+    short = [float(b) - float(a) for cell, (a, b) in found.items() if cell[0] == "mamba2"]
+    assert f"mamba2 is {script.number(min(short), digits=2)} to {script.number(max(short), digits=2)} below" in prose
+    stuck = [loss for _, loss, _ in rows["rwkv5", None, 64, 64]["history"]]
+    assert f"its loss fell from {stuck[0]:.1f} to {stuck[-1]:.1f} in 64 epochs" in prose
+
+
+def fields(table: str) -> list[list[str]]:
+    return [[field.strip() for field in line.split("|")[1:-1]] for line in table.splitlines()]
+
+
+def without_controls(script: ModuleType, cells: ModuleType) -> dict[str, Any]:
+    """The record as if no control had been begun."""
+    own = script.read(cells.PRESENT)
+    calls = {**own["calls"], "controls": []}
+    known = script.runs_by_key(calls)
+    left = {**own["left"], "controls": []}
+    return {**own, "calls": calls, "left": left, "rows": [row for row in own["rows"] if row["key"] in known]}
+
+
+def test_a_control_stands_beside_the_runs_of_the_cell(
+    script: ModuleType, cells: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Four controls: better and worse than the cell's other run, stopped, and of a cell that has no other."""
+    own = without_controls(script, cells)
+    own["calls"] = {**own["calls"], "controls": CONTROLS}
+    joins = experiment("join_sweeps", monkeypatch)
+    specs = {tuple(joins.cell(spec).values()): spec for spec in joins.control_runs(own["calls"])}
+    assert set(specs) == set(script.grid((None,))) and len(specs) == 96
+    for spec in specs.values():
+        wide = spec.model.hidden_size > 64
+        assert spec.training["epochs"] == 24 and spec.learning_rate == (0.00215 if wide else 0.00464)
+        assert spec.batch_size == (128 if spec.settings["length"] <= 128 else 64)
+
+    def row(cell: tuple[Any, ...], accuracy: float) -> dict[str, Any]:
+        return {**specs[cell].row(), "accuracy": accuracy, "epochs": 24.0, "reached_at_step": None}
+
+    better, worse, alone = ("base_conv", None, 64, 32), ("h3", None, 64, 64), ("hyena", None, 512, 256)
+    late = ("mamba", None, 64, 32)
+    rows = [row(better, 0.9), row(worse, 0.009), row(alone, 0.9991)]
+    entry = {**dict(zip(("mixer", "layer", "length", "width"), late, strict=True)), "key": specs[late].key}
+    entry |= {"epochs": 10.5, "accuracy": 0.95}
+    for path in (cells.PRESENT, cells.BEFORE):
+        (tmp_path / path).write_bytes((script.pages.RESULTS / path).read_bytes())
+    monkeypatch.setattr(script.pages, "RESULTS", tmp_path)
+    present = tmp_path / cells.PRESENT
+
+    def tables_of(record: dict[str, Any]) -> dict[str, str]:
+        present.write_text(json.dumps(record), encoding="utf-8")
+        found: dict[str, str] = script.tables()
+        return found
+
+    before = tables_of({**own, "calls": {k: v for k, v in own["calls"].items() if k != "controls"}})
+    after = tables_of({**own, "rows": [*own["rows"], *rows], "left": {**own["left"], "controls": [entry]}})
+    added = {"controls", "control counts", "beside the paper", "both budgets"}
+    assert set(after) == {*before, *added} and {n for n in before if after[n] != before[n]} == {"without retrieval"}
+    shown = {(line[0], None, int(line[1])): line[2:] for line in fields(after["controls"])[2:]}
+    assert shown[better[:3]][0].startswith(".900 / .999") and shown[alone[:3]][3].startswith(".999 / 1.0000")
+    assert shown[late[:3]][0].startswith(".950, cut off at 10.5 / ") and shown[late[:3]][1].startswith("not run / ")
+    shown = {(line[0], None, int(line[1])): line[2:] for line in fields(after["without retrieval"])[2:]}
+    assert shown[better[:3]][0] == ".900* / .401" and shown[worse[:3]][1] == ".306 / .892"
+    assert shown[late[:3]][0] == ".950, cut off at 10.5* / .987" and shown[alone[:3]][3] == ".999* / .173"
+    counts = {line[0]: line[1:] for line in fields(after["control counts"])[2:]}
+    assert [*counts][6:10] == ["L 64", "L 128", "L 256", "L 512"] and counts["all"][:2] == ["96", "3"]
+    assert counts["base_conv"][:7] == ["16", "1", "0", "0", "0", "1", "0"] and counts["base_conv"][7] == ".900"
+    assert counts["L 64"][:7] == ["24", "2", "1", "0", "0", "1", "0"] and counts["L 64"][9:] == ["1", "21"]
+    assert counts["all"][2:7] == ["1", "0", "0", "1", "1"] and counts["all"][9:] == ["1", "92"]
+    budgets = {line[0]: line[1:] for line in fields(after["both budgets"])[2:]}
+    assert budgets["all"][:3] == ["2", "1", "1"] and budgets["h3"] == ["1", "0", "1", ".009", ".306"]
+    assert budgets["rwkv5"] == ["0", "0", "0", "", ""]
+
+
+def test_the_paper_beside_cells_that_ended(cells: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = experiment("report_controls", monkeypatch)
+    gaps = [0.5, 0.02 + 1e-12, 0.021, 0.0, -0.02, -0.03, -0.1, -0.101]
+    assert report.against_paper(gaps) == [2, 3, 2, 1] and report.against_paper([]) == [0, 0, 0, 0]
+    pairs = report.paper_pairs()
+    ended = {c for c in [*cells.rows_of(cells.PRESENT), *cells.controls()[0]] if c[1] is None}
+    assert set(pairs) == ended
+    line = fields(report.tables()["without retrieval"])[2]
+    assert line[2].split(" / ")[0].rstrip("*") == cells.number(pairs["base_conv", None, 64, 32][0])
+    assert line[2].endswith(cells.number(pairs["base_conv", None, 64, 32][1]))
+
+
+def test_every_control_differs_by_the_layer_alone(
+    script: ModuleType, cells: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorded controls have the settings of the rows with retrieval of the same cell."""
+    record = script.read(cells.PRESENT)
+    joins = experiment("join_sweeps", monkeypatch)
+    shared = {**record["calls"], "controls": record["calls"].get("controls", CONTROLS)}
+    own = {
+        tuple(joins.cell(s).values()): s for s in script.runs_by_key({**shared, "controls": [], "again": []}).values()
+    }
+    for control in joins.control_runs(shared):
+        mixer, _, length, width = joins.cell(control).values()
+        for layer in cells.LAYERS:
+            beside = own[mixer, layer, length, width]
+            assert control.training == beside.training and control.settings == beside.settings
+            known, wanted = control.row(), beside.row()
+            assert {k for k in known if known[k] != wanted[k]} == {"key", "model"}
+            assert {k for k in known["model"] if known["model"][k] != wanted["model"][k]} == {"retrieval"}
