@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longrecall.errors import UserError
-from longrecall.files import check_no_input, check_writable, write_json, write_text
+from longrecall.files import check_no_input, check_writable, make_readable, write_json, write_text
 
 
 def test_text_replaces_what_was_there_and_makes_folders(tmp_path: Path) -> None:
@@ -23,6 +23,24 @@ def test_files_are_as_readable_as_any_other(tmp_path: Path) -> None:
     write_text(tmp_path / "ours", "x")
     (tmp_path / "other").write_text("x")
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_permissions_follow_the_mask_and_leave_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask: int
+) -> None:
+    """It is the whole process's: two threads that set and restore it by turns would leave it at 0."""
+    before = os.umask(mask)
+    try:
+        (tmp_path / "private").touch(mode=0o600)
+        with monkeypatch.context() as patch:
+            patch.delattr(os, "umask")
+            write_text(tmp_path / "text", "x")
+            make_readable(tmp_path / "private")
+    finally:
+        os.umask(before)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["private", "text"]
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~mask}
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

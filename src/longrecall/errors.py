@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "CUDA error: out of memory")
+
 
 class UserError(ValueError):
     """Bad input from outside: one line that says what, where and what to do. The CLI exits with code 2 on it."""
@@ -13,10 +15,11 @@ class UserError(ValueError):
 def ran_out_of_memory(error: BaseException) -> bool:
     """Return whether `error` says that memory, the machine's or a GPU's, did not suffice.
 
-    It is told without torch: a GPU's error by the name of its class, a CPU's, which has none of its own, by its words.
+    It is told without torch: a GPU's error by the name of its class; those of a CPU's allocator, of the system and of
+    a GPU's driver, which have none of their own, by their words.
     """
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return named or "can't allocate memory" in str(error)
+    return named or any(words in str(error) for words in _NO_MEMORY)
 
 
 def did_you_mean(name: str, choices: Iterable[str], most: int = 1) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
+import stat
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,10 +28,9 @@ def write_text(path: str | Path, text: str, advice: str = ELSEWHERE) -> None:
         if path.is_dir():
             raise IsADirectoryError(None, "it is a folder")
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        handle, temporary = _new_beside(path)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        make_readable(temporary)
         os.replace(temporary, path)
     except OSError as error:
         if temporary is not None:
@@ -73,14 +74,20 @@ def _cannot_write(path: Path, error: OSError, advice: str) -> UserError:
 
 
 def make_readable(path: str | Path) -> None:
-    """Give a new file the permissions of any other that the user writes; mkstemp and safetensors make private ones."""
-    os.chmod(path, 0o666 & ~_umask())
+    """Give a new file the permissions of any other that the user writes; safetensors makes private ones."""
+    # Those of a file that is made for this alone: the mask can only be read by setting it, for all threads.
+    handle, other = _new_beside(Path(path))
+    try:
+        os.chmod(path, stat.S_IMODE(os.fstat(handle).st_mode))
+    finally:
+        os.close(handle)
+        os.unlink(other)
 
 
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+def _new_beside(path: Path) -> tuple[int, str]:
+    """Open a new hidden file in the folder of `path`, to be written; mkstemp would make a private one."""
+    name = str(path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp")
+    return os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), name
 
 
 def check_replaceable(folder: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,17 @@ def test_a_backend_of_the_environment_that_cannot_serve(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert why in said and "LONGRECALL_BACKEND names it; without it" in said
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_state_does_not_take_the_place_of_the_model(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Both are safetensors in one folder; a state of its own beside the weights is fine."""
+    own = shutil.copytree(checkpoint, tmp_path / "own")
+    before = (own / name).read_bytes()
+    assert main(["generate", str(own), "--prompt", "a", "--save-state", str(own / name)]) == 2
+    assert "is a file that is read here" in capsys.readouterr().err
+    assert (own / name).read_bytes() == before
+    for _ in range(2):
+        assert answer(capsys, own, "--prompt", "a", "--save-state", own / "state.safetensors")["state"]

@@ -131,6 +131,10 @@ def wrapped(cause: BaseException) -> RuntimeError:
             2,
             ["memory ran out", "9 bytes"],
         ),
+        # The system's own words, as Python has them and as safetensors hands them on; those of a GPU's driver.
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 2, ["memory ran out"]),
+        (RuntimeError("Cannot allocate memory (os error 12)"), 2, ["memory ran out (Cannot"]),
+        (RuntimeError("CUDA error: out of memory\nmore"), 2, ["memory ran out (CUDA error: out of memory)"]),
         (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), 2, ["memory ran out (CUDA out of memory. Tried)"]),
         (KeyError("weight"), 1, ["KeyError", "'weight'", "bug in longrecall", "--debug"]),
         (FileNotFoundError(errno.ENOENT, "No such file", "x"), 1, ["FileNotFoundError", "bug in longrecall"]),

@@ -102,6 +102,7 @@ def test_no_model_type(folder: Path) -> None:
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"residual_in_fp32": 1}, "residual_in_fp32"),
         ({"dtype": "float99"}, "\"dtype\" is 'float99'; it must be a floating-point type"),
+        ({"dtype": "int64"}, "\"dtype\" is 'int64'; it must be a floating-point type"),
         ({"torch_dtype": 7}, "torch_dtype"),
         ({"layers": [{"mixer": MIXER, "mlp_size": -3}]}, 'layer 0: "mlp_size" is -3; it must be a whole number from 0'),
         ({"layers": [{"mixer": MIXER, "mlp_size": True}]}, "mlp_size"),

@@ -52,6 +52,27 @@ def test_no_value_of_a_description_is_a_bug(name: str) -> None:
         assert full[field] is None or isinstance(value, bool) == isinstance(full[field], bool), (field, value)
 
 
+@pytest.mark.parametrize("name", ["gla_subheads", "delta_net_grafted"])
+def test_no_value_of_an_expansion_is_a_bug(name: str) -> None:
+    full: dict[str, Any] = plain(mixer_config(MIXERS[name]).to_dict())["expansion"]
+    for field, value in itertools.product(full, VALUES):
+        description = {**MIXERS[name], "expansion": {**full, field: value}}
+        try:
+            found = mixer_config(description).to_dict()["expansion"]
+        except UserError as error:
+            assert "expansion: " in str(error) and "\n" not in str(error)
+            continue
+        # None alone stands for another value; what is empty or 0 is no name.
+        assert plain(found)[field] == value or value is None, (field, value)
+
+
+def test_a_model_may_begin_with_zeros() -> None:
+    config = RecurrentConfig(hidden_size=32, layers=[{"mixer": MIXERS["gla"]}], initializer_range=0.0)
+    assert config.initializer_range == 0
+    with pytest.raises(UserError, match=r'^"initializer_range" is -0.1; it must be 0 or more$'):
+        RecurrentConfig(hidden_size=32, layers=[{"mixer": MIXERS["gla"]}], initializer_range=-0.1)
+
+
 def test_every_description_in_use_passes() -> None:
     for description in MIXERS.values():
         check_mixer_values(description)
@@ -61,7 +82,9 @@ def test_every_description_in_use_passes() -> None:
     check_mixer_values({**limits, "time_step_limit": (0.001, None)})
 
 
-@pytest.mark.parametrize("limits", ["01", [0.0], [0.0, 1.0, 2.0], [math.nan, 1.0], [0.0, "x"], 3, [True, 1.0]])
+@pytest.mark.parametrize(
+    "limits", ["01", [0.0], [0.0, 1.0, 2.0], [math.nan, 1.0], [0.0, "x"], 3, [True, 1.0], [1, 0.5]]
+)
 def test_limits_are_two_numbers(limits: object) -> None:
     with pytest.raises(UserError, match=r'^mixer "mamba2": "time_step_limit" is .*; it must be two numbers'):
         check_mixer_values({**MIXERS["mamba2"], "time_step_limit": limits})

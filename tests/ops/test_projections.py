@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrecall.layers.projections import is_plain, project
+from longrecall.layers.norm import RMSNorm
+from longrecall.layers.projections import is_biased, is_plain, project, project_gated
 from longrecall.ops.biased_projections import project_with_biases
 from longrecall.ops.projections import project_together
 
@@ -61,9 +62,30 @@ def test_only_plain_layers_are_products_with_their_weights() -> None:
     hooked.register_forward_hook(lambda _module, _inputs, output: output)
     assert is_plain(plain)
     assert not any(map(is_plain, (hooked, Watched(5, 4, bias=False), nn.Linear(5, 4), nn.Identity())))
+    assert is_biased(nn.Linear(5, 4)) and not is_biased(plain) and not is_biased(Watched(5, 4))
     x = torch.randn(3, 5)
     found = project(x, {"a": plain, "b": hooked})
     assert list(found) == ["a", "b"] and torch.equal(found["a"], plain(x))
+
+
+@pytest.mark.parametrize("what", ["backward", "before the backward", "forward"])
+def test_what_others_put_into_a_layer_is_called(what: str) -> None:
+    """Backward hooks, and a forward method of its own: accelerate's way to bring weights from elsewhere."""
+    plain, biased = nn.Linear(4, 3, bias=False), nn.Linear(4, 3)
+    assert is_plain(plain) and is_biased(biased)
+    calls: list[str] = []
+    for layer in (plain, biased):
+        if what == "backward":
+            layer.register_full_backward_hook(lambda *_: calls.append(what))
+        elif what == "before the backward":
+            layer.register_full_backward_pre_hook(lambda *_: calls.append(what))
+        else:
+            own = layer.forward
+            layer.forward = lambda x, own=own: calls.append(what) or own(x)  # type: ignore[method-assign]
+    assert not is_plain(plain) and not is_biased(biased)
+    x, gate = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 3, 4)
+    project_gated(x, RMSNorm(4), gate, plain, x.dtype).sum().backward()
+    assert calls == [what]
 
 
 @pytest.mark.gpu

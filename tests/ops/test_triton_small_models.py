@@ -100,6 +100,37 @@ def test_gated_norms_of_heads(shape: tuple[int, int, int, int], dtype: torch.dty
     assert max(found.values()) < TOLERANCE[dtype], found
 
 
+@interpreted
+def test_parameters_may_lie_apart_in_memory() -> None:
+    """Every second number of a row, or one number many times over: strides that the kernels do not know."""
+    x, gate = torch.randn(2, 20, 3, 4), torch.randn(2, 20, 12)
+    weight, bias = torch.randn(12, 2).unbind(1)
+    found = gated_group_norm(x, gate, weight, bias, 1e-3, x.dtype, backend="triton")
+    expected = gated_group_norm(x, gate, weight, bias, 1e-3, x.dtype, backend="reference")
+    # float32: sums of four numbers.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    step, skip = torch.rand(2, 20, 3), torch.randn(3, 2).unbind(1)[0].requires_grad_()
+    ys = [stepped_values(x, step, skip, lambda v: (v, v), backend=name)[0] for name in ("triton", "reference")]
+    torch.testing.assert_close(*ys, rtol=1e-5, atol=1e-5)
+    first, second = (torch.autograd.grad(y.square().sum(), skip)[0] for y in ys)
+    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-4)
+
+
+def test_pairs_are_numbered_by_an_int32() -> None:
+    """Numbers that lie in one place, so that they take no memory."""
+    for rows, fits in ((2**29 - 1, True), (2**29, False)):
+        heads, pairs = torch.zeros(1).expand(rows, 2), torch.zeros(1).expand(rows, 4)
+        for other in (heads, pairs):
+            reason = head_products.declines(heads, other)
+            assert ("more than the kernels can number" in str(reason)) is not fits
+
+
+def test_mixtures_have_the_dtype_of_x() -> None:
+    """As under autocast, where parameters are wider."""
+    x, shares = torch.randn(2, 5, 6).bfloat16(), torch.rand(3, 6)
+    assert {y.dtype for y in mix_with_previous(x, shares)} == {torch.bfloat16}
+
+
 def table_errors(
     share: float, shape: tuple[int, int], vocab: int, dtype: torch.dtype, device: str = "cpu"
 ) -> dict[str, float]:

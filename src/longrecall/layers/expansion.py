@@ -160,6 +160,9 @@ class ExpansionConfig:
     others. This is how surgery adds subheads to a trained layer without changing it."""
 
     def __post_init__(self) -> None:
+        for name, value in (("kind", self.kind), ("activation", self.activation)):
+            if not isinstance(value, str) and (name, value) != ("activation", None):
+                raise UserError(f"expansion: {name} must be a name, got {value!r}")
         if self.kind not in EXPANDERS:
             hint = did_you_mean(str(self.kind), EXPANDERS)
             raise UserError(f'expansion: unknown kind "{self.kind}"; there are {", ".join(EXPANDERS)}.{hint}')
@@ -170,7 +173,8 @@ class ExpansionConfig:
                 raise UserError(f"expansion: {name} must be true or false, got {getattr(self, name)!r}")
         expander = EXPANDERS[self.kind]
         if expander is not None and expander.has_activation:
-            object.__setattr__(self, "activation", self.activation or "silu")
+            if self.activation is None:
+                object.__setattr__(self, "activation", "silu")
             if self.activation not in ACTIVATIONS:
                 hint = did_you_mean(str(self.activation), ACTIVATIONS)
                 known = ", ".join(ACTIVATIONS)

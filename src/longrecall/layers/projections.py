@@ -18,13 +18,24 @@ def is_plain(layer: nn.Module) -> bool:
 
     What stands in the place of one (an adapter, a quantised one, one with hooks) is called as it wants to be.
     """
-    return type(layer) is nn.Linear and layer.bias is None and not layer._forward_hooks and not layer._forward_pre_hooks
+    return _is_bare(layer) and layer.bias is None
 
 
 def is_biased(layer: nn.Module) -> bool:
     """As `is_plain`, of a layer with a bias."""
-    bare = type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
-    return bare and layer.bias is not None
+    return _is_bare(layer) and layer.bias is not None
+
+
+def _is_bare(layer: nn.Module) -> bool:
+    """Whether calling a linear layer does nothing else: no hooks, forward or backward, no forward method put in."""
+    return (
+        type(layer) is nn.Linear
+        and not layer._forward_hooks
+        and not layer._forward_pre_hooks
+        and not layer._backward_hooks
+        and not layer._backward_pre_hooks
+        and "forward" not in layer.__dict__
+    )
 
 
 def project_biased(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:

@@ -25,10 +25,15 @@ EMBEDDING_EPS = 1e-8
 
 
 class TokenEmbedding(nn.Embedding):
-    """A table of embeddings ``[V, d]``, whose gradient is summed by `ops.embedding.look_up`."""
+    """A table of embeddings ``[V, d]``, whose gradient is summed by `ops.embedding.look_up`.
+
+    Where torch's options are set (a padding index, a largest norm and the like), it is torch's own.
+    """
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids int64 ``[...]`` -> embeddings ``[..., d]``."""
+        if self.padding_idx is not None or self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
+            return super().forward(ids)
         return look_up(ids, self.weight)
 
 

@@ -11,6 +11,11 @@ from longrecall.models.captured_steps import modules_of, tensors_of
 OUR_PACKAGES = ("longrecall", "torch", "transformers")
 """Where the modules of a model come from; what others put in their place computes something else."""
 
+OTHERS_OF_TORCH = ("torch.ao", "torch.distributed", parametrize.__name__)
+"""Where torch keeps such others: quantised layers, sharded ones, those whose weights are computed."""
+
+_OURS, _NOT_OURS = (tuple(f"{name}." for name in names) for names in (OUR_PACKAGES, OTHERS_OF_TORCH))
+
 
 def why_not_as_built(model: nn.Module) -> str | None:
     """Return what a step would pass over, as it works on the weights themselves; None when there is nothing.
@@ -53,5 +58,5 @@ def _not_as_built(module: nn.Module, whole: bool) -> str | None:
 
 
 def _ours(kind: type) -> bool:
-    home = kind.__module__
-    return home.partition(".")[0] in OUR_PACKAGES and home != parametrize.__name__
+    home = f"{kind.__module__}."
+    return home.startswith(_OURS) and not home.startswith(_NOT_OURS)

@@ -115,6 +115,11 @@ class Checkpoint:
         found = {path for pattern in COMPANION_PATTERNS for path in self.path.glob(pattern) if path.is_file()}
         return sorted(found)
 
+    def files(self) -> list[Path]:
+        """Every file that the checkpoint consists of, whether its weights are read or not."""
+        own = [self.path / "config.json", self.path / SURGERY_FILE, *self._weights.files, *self.companion_files()]
+        return sorted({path for path in own if path.is_file()})
+
     def _known(self, name: str) -> str:
         if name not in self._found:
             raise UserError(f'{self.path} has no tensor "{name}".{did_you_mean(name, self._found)}')

@@ -79,7 +79,9 @@ class RecurrentConfig(PreTrainedConfig):
         check_number("norm_eps", norm_eps, positive=True)
         check_flag("tie_word_embeddings", tie_word_embeddings)
         check_flag("residual_in_fp32", residual_in_fp32)
-        check_number("initializer_range", initializer_range, positive=True)
+        check_number("initializer_range", initializer_range)
+        if initializer_range < 0:
+            raise UserError(f'"initializer_range" is {initializer_range!r}; it must be 0 or more')
         if context_length is not None:
             check_whole("context_length", context_length)
         self.vocab_size = vocab_size

@@ -113,7 +113,7 @@ class RecurrentGeneration(GenerationMixin):
     ) -> tuple[Tensor, RecurrentState, tuple[Any, ...] | None]:
         """The prompt's last logits ``[B, vocab]`` and its state; a prompt without padding in captured segments.
 
-        Then also where the model's tensors lie: segments run no code that could move them, as a forward pass might.
+        Then also where the model's tensors lie, unless a forward pass of others, which may move them, had a part in it.
         """
         from longrecall.models.decoding import read_captured
 
@@ -123,7 +123,7 @@ class RecurrentGeneration(GenerationMixin):
             where = addresses(model)
             found = read_captured(model, input_ids, model_kwargs.get("attention_mask"), where)
             if found is not None:
-                return *found, where
+                return *found, None if "forward" in vars(self) else where
         outputs = model._prefill(input_ids, generation_config, model_kwargs)
         return outputs.logits[:, -1], outputs.past_key_values, None
 

@@ -103,6 +103,8 @@ def _check_limits(name: str, value: object) -> None:
     pair = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
     if len(pair) != 2 or not _is_number(pair[0]) or not (pair[1] in (None, math.inf) or _is_number(pair[1])):
         raise UserError(f'"{name}" is {value!r}; it must be two numbers, a lower and an upper limit')
+    if pair[1] is not None and pair[0] > pair[1]:
+        raise UserError(f'"{name}" is {value!r}; it must be two numbers, a lower and an upper limit in this order')
 
 
 def _is_number(value: object) -> TypeGuard[float]:

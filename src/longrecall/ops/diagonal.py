@@ -43,16 +43,18 @@ def diagonal_ssm(
     wide = torch.float64 if u.dtype == torch.float64 else torch.float32
     rate, angle, gain = rate.to(wide), angle.to(wide), gain.to(wide)
     with torch.autocast(u.device.type, enabled=False):
-        taps = diagonal_taps(rate, angle, gain, length)
+        # Taps of plain torch are made of the powers that the states need anyway.
+        powers = _powers(rate, angle, length + 1) if wants_state or initial_state is not None else None
+        taps = _taps(rate, angle, gain, length, powers)
         if skip is not None:
             # The tap of lag 0: no pass over memory of its own.
             taps = torch.cat([taps[:, :1] + skip.to(wide)[:, None], taps[:, 1:]], dim=1)
         flat = u.flatten(2)
         y = long_convolution(flat.to(wide), taps.repeat_interleave(width, dim=0), mask=mask)[0]
         y = y.unflatten(2, (heads, width))
-        if initial_state is None and not wants_state:
+        if powers is None:
             return y.to(u.dtype), None
-        real, imaginary = _powers(rate, angle, length + 1)
+        real, imaginary = powers
         if initial_state is not None:
             weights = torch.cat([part[..., 1:] for part in _weights(gain, real, imaginary)], dim=1)
             left = torch.einsum("hmt,bhmp->bthp", weights, initial_state.to(wide))
@@ -69,10 +71,23 @@ def diagonal_taps(rate: Tensor, angle: Tensor, gain: Tensor, length: int, *, bac
     Raises:
         ValueError: the kernel was asked for by name and cannot serve the call.
     """
+    return _taps(rate, angle, gain, length, None, backend)
+
+
+def _taps(
+    rate: Tensor,
+    angle: Tensor,
+    gain: Tensor,
+    length: int,
+    powers: tuple[Tensor, Tensor] | None,
+    backend: str | None = None,
+) -> Tensor:
+    """`diagonal_taps`; `powers` as `_powers` returned at least `length` of them, None = they are not there yet."""
     if _kernel("diagonal_taps", backend, {"rate": rate, "angle": angle, "gain": gain}):
         taps: Tensor = triton.diagonal_taps(rate, angle, gain, length)
         return taps
-    return _weights(gain, *_powers(rate, angle, length))[0].sum(1)
+    real, imaginary = (part[..., :length] for part in powers or _powers(rate, angle, length))
+    return _weights(gain, real, imaginary)[0].sum(1)
 
 
 def _powers(rate: Tensor, angle: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -48,6 +48,14 @@ class Backend:
     """Ops whose function takes `products`, the dtype in which matrices are multiplied."""
 
 
+_KERNELS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "gated_linear_attention": triton.gated_linear_attention,
+    "gated_delta_rule": triton.gated_delta_rule,
+    "merged_linear_attention": triton.merged_linear_attention,
+    "selective_scan": triton.selective_scan,
+}
+
+
 def _peer(name: str, purpose: str) -> Backend:
     ops = sorted({op for op, _ in peers.PEERS[name].functions})
     return Backend(
@@ -88,17 +96,12 @@ BACKENDS = {
         ),
         Backend(
             "triton",
-            {
-                "gated_linear_attention": triton.gated_linear_attention,
-                "gated_delta_rule": triton.gated_delta_rule,
-                "merged_linear_attention": triton.merged_linear_attention,
-                "selective_scan": triton.selective_scan,
-            },
+            _KERNELS,
             "fused kernels for NVIDIA GPUs; float32, float16, bfloat16",
             declines=triton.declines,
             unavailable=triton.unavailable,
             kernels=True,
-            inside_layers=("delta_gates", "gated_rms_norm", "rms_norm", "silu_product"),
+            inside_layers=tuple(op for op in triton.MODULES if op not in _KERNELS),
         ),
         _peer("fla", "flash-linear-attention's kernels, where measured faster; bfloat16"),
         _peer("flash_qla", "FlashQLA's kernels, where measured faster; bfloat16, heads of 128"),

@@ -32,7 +32,7 @@ def mix_with_previous(x: Tensor, shares: Tensor, *, backend: str | None = None) 
         mixtures: tuple[Tensor, ...] = triton.mix_with_previous(x, shares)
         return mixtures
     change = F.pad(x, (0, 0, 1, 0))[:, :-1] - x
-    return tuple(x + change * share for share in shares)
+    return tuple((x + change * share).to(x.dtype) for share in shares)
 
 
 def gated_group_norm(

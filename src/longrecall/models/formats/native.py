@@ -23,7 +23,8 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
         raise UserError(f'{where}: "layers" must be a list of layer descriptions')
     for key in ("dtype", "torch_dtype"):
         name = raw.get(key)
-        if name is not None and not (isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype)):
+        kind = getattr(torch, name, None) if isinstance(name, str) else None
+        if name is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
             raise UserError(f'{where}: "{key}" is {name!r}; it must be a floating-point type, such as "float32"')
     try:
         config = RecurrentConfig.from_dict(raw)

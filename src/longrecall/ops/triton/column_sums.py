@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longrecall.ops.triton.launch import kernel, on_device, processors, unsupported
+from longrecall.ops.triton.launch import kernel, on_device, unsupported, walkers
 
 ROWS, COLUMNS = 64, 64
 """The tile that a program adds up at a time."""
@@ -36,7 +36,7 @@ def column_sums(x: Tensor) -> Tensor:
     """x ``[N, C]`` -> float32 ``[C]``."""
     x = x.contiguous()
     columns = triton.cdiv(x.shape[1], COLUMNS)
-    count = max(1, min(PROGRAMS * processors(x) // columns, triton.cdiv(len(x), ROWS)))
+    count = walkers(x, triton.cdiv(len(x), ROWS), columns, PROGRAMS)
     sums = torch.empty((count, x.shape[1]), device=x.device, dtype=torch.float32)
     with on_device(x):
         column_sums_kernel[(count, columns)](x, sums, len(x), x.shape[1], ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)

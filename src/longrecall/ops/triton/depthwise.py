@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.triton.launch import kernel, on_device, processors, unsupported
+from longrecall.ops.triton.launch import kernel, on_device, unsupported, walkers
 
 MOST_TAPS = 4
 """Taps whose sums fit in registers beside the tile; more of them are left to plain torch."""
@@ -144,7 +144,7 @@ class _Convolve(torch.autograd.Function):
         x, weight, bias = ctx.saved_tensors
         batch, length, channels = x.shape
         width, tokens, columns = weight.shape[1], batch * length, triton.cdiv(channels, COLUMNS)
-        count = max(1, min(PROGRAMS * processors(x) // columns, triton.cdiv(tokens, ROWS)))
+        count = walkers(x, triton.cdiv(tokens, ROWS), columns, PROGRAMS)
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         # The bias has a row whether it is there or not, which is then nobody's.
         sums = torch.empty((count, width + 1, channels), device=x.device, dtype=torch.float32)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.triton.launch import kernel, on_device, processors, unsupported
+from longrecall.ops.triton.launch import kernel, on_device, unsupported, walkers
 
 WIDTH = 3
 """Taps."""
@@ -180,7 +180,7 @@ class _Convolve(torch.autograd.Function):
         x, weight, bias = ctx.saved_tensors
         batch, length, channels = x.shape[0], x.shape[1], x.shape[2] // 3
         tokens, columns = batch * length, triton.cdiv(channels, COLUMNS)
-        count = max(1, min(PROGRAMS * processors(x) // columns, triton.cdiv(tokens, ROWS)))
+        count = walkers(x, triton.cdiv(tokens, ROWS), columns, PROGRAMS)
         d_x = torch.empty_like(x)
         sums = torch.empty((count, 4, 3 * channels), device=x.device, dtype=torch.float32)
         with on_device(x):

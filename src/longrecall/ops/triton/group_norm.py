@@ -93,7 +93,7 @@ def declines(x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor) -> str | Non
 
 def gated_group_norm(x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """`ops.time_mixing.gated_group_norm`."""
-    return cast(Tensor, _GatedGroupNorm.apply(eps, dtype, x.contiguous(), gate.contiguous(), weight, bias))
+    return cast(Tensor, _GatedGroupNorm.apply(eps, dtype, *(y.contiguous() for y in (x, gate, weight, bias))))
 
 
 class _GatedGroupNorm(torch.autograd.Function):

@@ -22,6 +22,9 @@ WIDEST = 16
 BLOCK = 512
 """Channels, left or right, that a program works on."""
 
+MOST_PAIRS = 2**31 - 1
+"""Their number is an int32 in the kernels."""
+
 
 @triton.jit
 def _left(q, place, inside, WIDTH: tl.constexpr):
@@ -102,6 +105,8 @@ def declines(k: Tensor, v: Tensor) -> str | None:
     width = k.shape[-1]
     if width > WIDEST or width & (width - 1):
         return f"heads must have a power of two of channels, up to {WIDEST}, not {width}"
+    if k.numel() * width > MOST_PAIRS:
+        return f"{k.numel() * width} pairs are more than the kernels can number ({MOST_PAIRS})"
     return unsupported(k, v)
 
 

@@ -87,6 +87,11 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def walkers(x: Tensor, tiles: int, groups: int, each: int) -> int:
+    """Programs that share `tiles` tiles, `groups` times side by side: in all about `each` for each multiprocessor."""
+    return int(max(1, min(each * processors(x) // groups, tiles)))
+
+
 LEAST_CHUNKS = 4
 """Chunks of a segment at least: a launch more takes as long as walking some."""
 

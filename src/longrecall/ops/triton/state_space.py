@@ -91,6 +91,7 @@ def stepped_values(
     width = values.shape[3]
     even = values.shape[0] == 1 or values.stride(0) == values.shape[1] * values.stride(1)
     values = values if even and values.stride()[2:] == (width, 1) else values.contiguous()
+    skip = skip.contiguous()
     stepped, skipped = cast(tuple[Tensor, Tensor], _Step.apply(values, step.contiguous(), skip))
     y, final = attend(stepped)
     return cast(Tensor, _AddSkip.apply(y.contiguous(), skipped, values.detach(), skip.detach())), final

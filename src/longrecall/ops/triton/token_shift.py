@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.triton.launch import kernel, on_device, processors, unsupported
+from longrecall.ops.triton.launch import kernel, on_device, unsupported, walkers
 
 MOST_MIXTURES = 4
 """Mixtures whose gradients a program holds beside its tile."""
@@ -130,7 +130,7 @@ class _Mix(torch.autograd.Function):
         x, shares = ctx.saved_tensors
         batch, length, width = x.shape
         tokens, columns = batch * length, triton.cdiv(width, COLUMNS)
-        count = max(1, min(PROGRAMS * processors(x) // columns, triton.cdiv(tokens, ROWS)))
+        count = walkers(x, triton.cdiv(tokens, ROWS), columns, PROGRAMS)
         d_x = torch.empty_like(x)
         sums = torch.empty((count, MOST_MIXTURES, width), device=x.device, dtype=torch.float32)
         given = [d.contiguous() for d in grads]
