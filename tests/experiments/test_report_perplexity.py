@@ -6,17 +6,12 @@ from types import ModuleType
 
 import pytest
 
-from tests.experiments.retrieval_page import experiment, page_prose
+from tests.experiments.retrieval_page import experiment
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return experiment("report_perplexity", monkeypatch)
-
-
-@pytest.fixture
-def prose() -> str:
-    return page_prose()
 
 
 def by_seed(script: ModuleType, mixer: str, pair: str) -> list[float]:

@@ -15,17 +15,7 @@ import pytest
 from longrecall.cli.main import main
 from longrecall.sweep.grid import runs_of
 from longrecall.sweep.recipe import SweepRecipe
-from tests.experiments.retrieval_page import PAGE, ROOT, cell_of, experiment, page_prose
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return experiment("report_retrieval", monkeypatch)
-
-
-@pytest.fixture
-def prose() -> str:
-    return page_prose()
+from tests.experiments.retrieval_page import PAGE, ROOT, cell_of, experiment
 
 
 def recipe(record: dict[str, Any], overrides: list[str]) -> SweepRecipe:

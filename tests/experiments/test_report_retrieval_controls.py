@@ -11,17 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.experiments.retrieval_page import experiment, page_prose
+from tests.experiments.retrieval_page import experiment
 
 CONTROLS = [
     ["models.retrieval=[null]", "models.hidden_sizes=[32, 64]", "training.learning_rates=[0.00464]"],
     ["models.retrieval=[null]", "models.hidden_sizes=[128, 256]", "training.learning_rates=[0.00215]"],
 ]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return experiment("report_retrieval", monkeypatch)
 
 
 @pytest.fixture
@@ -32,11 +27,6 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return experiment("report_controls", monkeypatch)
-
-
-@pytest.fixture
-def prose() -> str:
-    return page_prose()
 
 
 def test_the_controls_of_the_prose(script: ModuleType, report: ModuleType, cells: ModuleType, prose: str) -> None:

@@ -12,15 +12,10 @@ import pytest
 from longrecall.layers.mixers.attention import AttentionConfig
 from longrecall.models import decoding
 from longrecall.models.description import read_description
-from tests.experiments.retrieval_page import experiment, page_prose
+from tests.experiments.retrieval_page import page_prose
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 Timed = Mapping[str, Mapping[str, Any]]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return experiment("report_retrieval", monkeypatch)
 
 
 def overheads(script: ModuleType, timed: Timed, what: str) -> list[float]:

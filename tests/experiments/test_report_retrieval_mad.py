@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.experiments.retrieval_page import experiment, page_prose
+from tests.experiments.retrieval_page import experiment
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return experiment("report_mad", monkeypatch)
-
-
-@pytest.fixture
-def prose() -> str:
-    return page_prose()
 
 
 def rows_of_mad(script: ModuleType) -> dict[tuple[str, str, bool], dict[str, Any]]:

@@ -6,19 +6,7 @@ import collections
 import math
 from types import ModuleType
 
-import pytest
-
-from tests.experiments.retrieval_page import cell_of, experiment, page_prose
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return experiment("report_retrieval", monkeypatch)
-
-
-@pytest.fixture
-def prose() -> str:
-    return page_prose()
+from tests.experiments.retrieval_page import cell_of
 
 
 def test_the_mixers_of_this_toolkit_without_retrieval(script: ModuleType, prose: str) -> None:

@@ -19,6 +19,7 @@ from longrecall.models.config import RecurrentConfig
 from longrecall.models.decoding import DecodingStep, decode, why_no_graph
 from longrecall.models.prefill import EAGER_FIRST, CapturedSegments, Kind, StateBlocks, read_prompt, why_no_segments
 from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.models.state import RecurrentState
 from tests.conftest import MIXERS
 
 FIXED = [
@@ -37,6 +38,16 @@ def model_of(mixer: dict[str, Any], seed: int = 0) -> RecurrentLM:
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     return model
+
+
+def assert_exports(step: DecodingStep, state: RecurrentState) -> None:
+    """That a step gives back this state, but for float32 sums in another order."""
+    kept = step.export()
+    assert kept.length == state.length and torch.equal(kept.position, state.position)
+    for found, expected in zip(kept.layers, state.layers, strict=True):
+        assert found.keys() == expected.keys()
+        for key in found:
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5)
 
 
 KERNELS = [name for name in FIXED if fused_step(model_of(MIXERS[name]).model.layers[0].mixer)]  # type: ignore
@@ -61,12 +72,7 @@ def test_steps_equal_forward_passes(name: str, batch: int, fused: bool) -> None:
         step.ids.copy_(ids)
         # float32 sums in another order, through two layers.
         torch.testing.assert_close(step(), out.logits[:, -1], rtol=1e-4, atol=1e-5)
-    kept = step.export()
-    assert kept.length == state.length and torch.equal(kept.position, state.position)
-    for found, expected in zip(kept.layers, state.layers, strict=True):
-        assert found.keys() == expected.keys()
-        for key in found:
-            torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5)
+    assert_exports(step, state)
 
 
 @torch.no_grad()

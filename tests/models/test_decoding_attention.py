@@ -12,6 +12,7 @@ from longrecall.models.config import RecurrentConfig
 from longrecall.models.decoding import DecodingStep, room_for, why_no_room, why_no_step
 from longrecall.models.recurrent_lm import RecurrentLM
 from tests.conftest import MIXERS
+from tests.models.test_decoding import assert_exports
 
 FULL = {"type": "attention", "num_heads": 4, "kv_heads": 2, "head_dim": 8, "qkv_bias": True}
 WINDOW = {"type": "attention", "num_heads": 2, "head_dim": 6, "window": 5, "rope_theta": 100.0}
@@ -75,12 +76,7 @@ def test_steps_equal_forward_passes(name: str, rows: int, length: int, padded: s
         torch.testing.assert_close(step(), out.logits[:, -1], rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match=f"room for {length + tokens} tokens"):
         step()
-    kept = step.export()
-    assert kept.length == state.length and torch.equal(kept.position, state.position)
-    for found, expected in zip(kept.layers, state.layers, strict=True):
-        assert found.keys() == expected.keys()
-        for key in found:
-            torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5)
+    assert_exports(step, state)
 
 
 @pytest.mark.parametrize("name", ["full", "hymba"])

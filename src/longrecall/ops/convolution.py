@@ -94,10 +94,8 @@ def short_convolution(
             state=state, mask=document_mask(cu_seqlens), activation=activation, backend=backend,
         )  # fmt: skip
         return pack(y, cu_seqlens), new_state
-    batch, _, channels = x.shape
     width, given = weight.shape[1], state
-    if state is None:
-        state = x.new_zeros((batch, channels, width - 1))
+    state = x.new_zeros((len(x), x.shape[2], width - 1)) if state is None else state
     order = None
     if mask is not None and not is_at_the_end(mask):
         # Real tokens first, in order: padding then lies after everything it could disturb.
@@ -106,10 +104,8 @@ def short_convolution(
     before = state.to(x.dtype).transpose(1, 2)
     plain = activation is None
     options = {} if plain else {"activation": activation}
-    fused = _kernel(
-        "depthwise_convolution" if plain else "short_convolution", backend, {"x": x, "weight": weight}, **options
-    )
-    if fused:
+    op = "depthwise_convolution" if plain else "short_convolution"
+    if _kernel(op, backend, {"x": x, "weight": weight}, **options):
         y = _depthwise(x, weight, bias, given) if plain else triton.short_convolution(x, weight, bias, state)
         # The last inputs are found without a copy of all.
         recent = None if mask is None else newest(mask, width - 1)

@@ -112,12 +112,15 @@ def declines(k: Tensor, v: Tensor) -> str | None:
 
 def pair_products(k: Tensor, v: Tensor) -> Tensor:
     """`ops.head_products.pair_products`."""
-    return cast(Tensor, _PairProducts.apply(k.contiguous(), v.contiguous()))
+    size = k.shape[-1] ** 2
+    return cast(Tensor, _Pairs.apply(pair_products_kernel, pair_gradients_kernel, size, k.contiguous(), v.contiguous()))
 
 
 def read_pairs(q: Tensor, y: Tensor) -> Tensor:
     """`ops.head_products.read_pairs`."""
-    return cast(Tensor, _ReadPairs.apply(q.contiguous(), y.contiguous()))
+    return cast(
+        Tensor, _Pairs.apply(read_pairs_kernel, read_gradients_kernel, q.shape[-1], q.contiguous(), y.contiguous())
+    )
 
 
 def _launch(kernel: Any, *tensors: Tensor) -> None:
@@ -129,35 +132,21 @@ def _launch(kernel: Any, *tensors: Tensor) -> None:
         )
 
 
-class _PairProducts(torch.autograd.Function):
+class _Pairs(torch.autograd.Function):
+    """A forward kernel that makes `size` numbers a head of two tensors, and that of their gradients."""
+
     @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor) -> Tensor:
-        ctx.save_for_backward(k, v)
-        out = k.new_empty((*k.shape[:-1], k.shape[-1] ** 2))
-        _launch(pair_products_kernel, k, v, out)
+    def forward(ctx: Any, forward: Any, backward: Any, size: int, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        ctx.kernel = backward
+        out = x.new_empty((*x.shape[:-1], size))
+        _launch(forward, x, y, out)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = ctx.saved_tensors
-        d_k, d_v = torch.empty_like(k), torch.empty_like(v)
-        _launch(pair_gradients_kernel, k, v, d_out.contiguous(), d_k, d_v)
-        return d_k, d_v
-
-
-class _ReadPairs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(q, y)
-        out = torch.empty_like(q)
-        _launch(read_pairs_kernel, q, y, out)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
-        q, y = ctx.saved_tensors
-        d_q, d_y = torch.empty_like(q), torch.empty_like(y)
-        _launch(read_gradients_kernel, q, y, d_out.contiguous(), d_q, d_y)
-        return d_q, d_y
+    def backward(ctx: Any, d_out: Tensor) -> tuple[None, None, None, Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        d_x, d_y = torch.empty_like(x), torch.empty_like(y)
+        _launch(ctx.kernel, x, y, d_out.contiguous(), d_x, d_y)
+        return None, None, None, d_x, d_y
