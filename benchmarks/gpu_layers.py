@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ def linear_peers(rows: Rows, args: argparse.Namespace) -> None:
 
 
 def linear_layers(rows: Rows, args: argparse.Namespace) -> None:
-    """Whole layers; "times" compares forward+backward with the row before."""
+    """Whole layers by our own kernels, also where peers are installed; "times" compares with the row before."""
     gla = {"type": "gla", "num_heads": 4, "key_dim": 256, "value_dim": 512}
     mamba = {"type": "mamba2", "inner_dim": 4096, "head_dim": 64}
     pairs = {
@@ -140,8 +141,11 @@ def linear_layers(rows: Rows, args: argparse.Namespace) -> None:
                 values["times"] = times["larger"] / times["plain"]
             return values
 
-        rows.measure(f"layer {name}, plain", lambda plain=plain, measure=measure: measure(plain, "plain"))
-        rows.measure(f"layer {name}, larger state", lambda larger=larger, measure=measure: measure(larger, "larger"))
+        with mock.patch.dict(os.environ, LONGRECALL_BACKEND="triton"):
+            rows.measure(f"layer {name}, plain", lambda plain=plain, measure=measure: measure(plain, "plain"))
+            rows.measure(
+                f"layer {name}, larger state", lambda larger=larger, measure=measure: measure(larger, "larger")
+            )
 
 
 def delta_layers(rows: Rows, args: argparse.Namespace) -> None:

@@ -36,3 +36,23 @@ def test_an_input_is_refused_as_output(
     assert "mine is a file that is read here, and would be replaced" in told and advice in told
     assert told.count("\n") == 1
     assert Path("mine").read_bytes() == before and sorted(path.name for path in tmp_path.iterdir()) == ["mine", "other"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize(
+    "words",
+    [["eval", "own", "--tasks", "mqar", "--lengths", "32"], ["diagnose", "own", "--text", "text"]],
+    ids=lambda x: x[0],
+)
+def test_results_do_not_take_the_place_of_the_model(
+    words: list[str], name: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(checkpoint, "own")
+    Path("text").write_text("a")
+    before = Path("own", name).read_bytes()
+    assert main([*words, "--out", f"own/{name}"]) == 2
+    told = capsys.readouterr().err
+    assert f"own/{name} is a file that is read here, and would be replaced; choose another --out" in told
+    assert told.count("\n") == 1 and Path("own", name).read_bytes() == before

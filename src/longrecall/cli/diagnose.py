@@ -53,8 +53,10 @@ def run(args: argparse.Namespace) -> int:
 
     from longrecall.diagnostics.diagnosis import diagnose_checkpoint
     from longrecall.files import check_no_input
+    from longrecall.models.checkpoint import check_no_part
 
     check_no_input(args.out, [args.text])
+    check_no_part(args.out, args.checkpoint)
     result = diagnose_checkpoint(
         args.checkpoint,
         args.text,

@@ -123,9 +123,11 @@ def run(args: argparse.Namespace) -> int:
     from longrecall.evaluation.parallel import torchrun_ranks
     from longrecall.evaluation.recall_search import search_checkpoint
     from longrecall.files import check_no_input
+    from longrecall.models.checkpoint import check_no_part
     from longrecall.tasks.text import read_text
 
     check_no_input(args.out, [args.text])
+    check_no_part(args.out, args.checkpoint)
     settings: dict[str, Any] = {
         "dtype": args.dtype,
         "device": args.device,

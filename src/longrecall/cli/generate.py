@@ -54,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
     import longrecall
     from longrecall.evaluation.checkpoint import load_tokenizer
     from longrecall.files import check_no_input, check_writable
-    from longrecall.models.checkpoint import open_checkpoint
+    from longrecall.models.checkpoint import check_no_part
 
     if args.save_state is not None:
         elsewhere = "choose another --save-state"
         check_no_input(args.save_state, [args.prompt_file], elsewhere)
-        check_no_input(args.save_state, open_checkpoint(args.checkpoint).files(), elsewhere)
+        check_no_part(args.save_state, args.checkpoint, elsewhere)
         check_writable(args.save_state, elsewhere)  # before hours of reading, not after
     model = longrecall.load(args.checkpoint, dtype=args.dtype, device=args.device)
     tokenizer = load_tokenizer(args.checkpoint, int(model.config.vocab_size))

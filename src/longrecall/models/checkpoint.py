@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longrecall.errors import UserError, did_you_mean
-from longrecall.files import check_replaceable, make_readable
+from longrecall.files import ELSEWHERE, check_no_input, check_replaceable, make_readable
 from longrecall.models.accounting import account
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.formats import detect
@@ -146,6 +146,15 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     shapes = layout.config.tensor_shapes()
     found = match(folder, layout, weights)
     return Checkpoint(folder, form.name, read_surgery(folder / SURGERY_FILE), layout, weights, found, shapes)
+
+
+def check_no_part(out: str | Path | None, path: str | Path, advice: str = ELSEWHERE) -> None:
+    """Raise `UserError` when `out` is a file of the checkpoint at `path`: writing it would destroy that.
+
+    A checkpoint that cannot be opened raises what `open_checkpoint` does, as far as `out` is there at all.
+    """
+    if out is not None and os.path.isfile(out):
+        check_no_input(out, open_checkpoint(path).files(), advice)
 
 
 class CheckpointWriter:
