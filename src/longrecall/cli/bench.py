@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=4, help="ops: heads [%(default)s]")
     parser.add_argument("--dim", type=int, default=64, help="ops: key and value channels per head [%(default)s]")
     parser.add_argument("--dtype", help="float32, bfloat16, ... [as stored; float32 for ops]")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, ... [%(default)s]")
+    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
     parser.add_argument("--threads", type=int, help="threads of torch on the CPU [torch's own choice]")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -49,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from longrecall.evaluation.results import environment
+    from longrecall.models.loading import preferred_device
 
+    args.device = preferred_device(args.device)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(args.threads or threads)

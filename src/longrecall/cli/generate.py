@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-state", metavar="FILE", help="keep the state after the prompt")
     parser.add_argument("--load-state", metavar="FILE", help="start from a kept state: the prompt is what comes after")
     parser.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 [as stored]")
-    parser.add_argument("--device", help="cpu, cuda, ... [cpu]")
+    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
     parser.add_argument("--json", action="store_true", help="print text and counts as JSON")
 
 
@@ -55,13 +55,14 @@ def run(args: argparse.Namespace) -> int:
     from longrecall.evaluation.checkpoint import load_tokenizer
     from longrecall.files import check_no_input, check_writable
     from longrecall.models.checkpoint import check_no_part
+    from longrecall.models.loading import preferred_device
 
     if args.save_state is not None:
         elsewhere = "choose another --save-state"
         check_no_input(args.save_state, [args.prompt_file], elsewhere)
         check_no_part(args.save_state, args.checkpoint, elsewhere)
         check_writable(args.save_state, elsewhere)  # before hours of reading, not after
-    model = longrecall.load(args.checkpoint, dtype=args.dtype, device=args.device)
+    model = longrecall.load(args.checkpoint, dtype=args.dtype, device=preferred_device(args.device))
     tokenizer = load_tokenizer(args.checkpoint, int(model.config.vocab_size))
     start = None if args.load_state is None else longrecall.RecurrentState.load(args.load_state, model)
     # What follows a kept state is no beginning: it gets no token that marks one. A learned state has read nothing.

@@ -28,7 +28,7 @@ from longrecall.evaluation.engine import describe_model
 from longrecall.evaluation.results import SCHEMA, environment, now
 from longrecall.files import check_writable, write_json
 from longrecall.models.checkpoint import open_checkpoint
-from longrecall.models.loading import load
+from longrecall.models.loading import load, preferred_device
 from longrecall.tasks.encoding import PieceEncoder
 from longrecall.tasks.passkey import Passkey
 from longrecall.tasks.text import read_text
@@ -181,7 +181,7 @@ def diagnose_checkpoint(
     asked = {name: value for name, value in settings.items() if name != "progress"}
     make_plan(length, parts=None if parts is None else tuple(parts), recurrent=config.state_size() > 0, **asked)
     tokenizer = load_tokenizer(checkpoint.path, config.vocab_size)
-    model = load(path, dtype=dtype, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = load(path, dtype=dtype, device=preferred_device(device))
     return diagnose(
         model,
         tokenizer,

@@ -15,7 +15,7 @@ from longrecall.files import check_writable
 from longrecall.models.byte_tokenizer import VOCABULARY, byte_tokenizer
 from longrecall.models.checkpoint import open_checkpoint
 from longrecall.models.compiling import compiled_layers
-from longrecall.models.loading import load
+from longrecall.models.loading import load, preferred_device
 from longrecall.tasks.registry import Task
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -68,7 +68,7 @@ def evaluate_checkpoint(
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config.vocab_size)
     device = (ranks or Ranks()).device(device)
-    model = load(path, dtype=dtype, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = load(path, dtype=dtype, device=preferred_device(device))
     about = describe_model(model, str(path), checkpoint.surgery)
     with compiled_layers(model, wanted=compile_layers):
         return evaluate(

@@ -16,7 +16,7 @@ from longrecall.evaluation.engine import create_tasks, describe_model, evaluate
 from longrecall.evaluation.results import read_result, summarise, summary_intervals
 from longrecall.files import check_writable, write_json
 from longrecall.models.checkpoint import open_checkpoint
-from longrecall.models.loading import load
+from longrecall.models.loading import load, preferred_device
 from longrecall.tasks.encoding import PieceEncoder
 from longrecall.tasks.registry import RecallTask, Task
 from longrecall.units import parse_length
@@ -171,7 +171,7 @@ def search_checkpoint(
         check_writable(out)
     opened = open_checkpoint(path)
     tokenizer = load_tokenizer(opened.path, opened.config.vocab_size)
-    model = load(path, dtype=dtype, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = load(path, dtype=dtype, device=preferred_device(device))
     about = describe_model(model, str(path), opened.surgery)
     return search_recall_length(model, tokenizer, chosen, longest, samples, seed, out=out, checkpoint=about, **settings)
 

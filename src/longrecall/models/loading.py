@@ -78,6 +78,11 @@ def materialise(
     return model
 
 
+def preferred_device(device: str | None = None) -> str:
+    """`device`, or where it is None the GPU if there is one, else the CPU: what every command line option means."""
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def _parse_device(device: str | torch.device | None) -> torch.device:
     try:
         place = torch.device("cpu" if device is None else device)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from longrecall.errors import UserError
+from longrecall.models.loading import preferred_device
 from longrecall.sweep.grid import RunSpec
 from longrecall.sweep.slots import OnRow, Slots
 from longrecall.sweep.workers import train_in_processes
@@ -20,7 +21,7 @@ Row = dict[str, Any]
 def choose_device(name: str) -> torch.device:
     """Return the device that a recipe names; "auto" is a GPU where there is one. UserError when it cannot be used."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(preferred_device())
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)

@@ -267,14 +267,12 @@ def _pair(before: Sequence[int], after: Sequence[int]) -> tuple[Any, Any]:
 
 
 def _open(path: str, tokenizer: Any, dtype: str | None, device: str | None) -> tuple[Any, Any]:
-    import torch
 
     from longrecall.evaluation.checkpoint import load_tokenizer
     from longrecall.models.checkpoint import open_checkpoint
-    from longrecall.models.loading import load
+    from longrecall.models.loading import load, preferred_device
 
     checkpoint = open_checkpoint(path)
     if tokenizer is None or isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer or checkpoint.path, checkpoint.config.vocab_size)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return load(path, dtype=None if dtype == "auto" else dtype, device=device), tokenizer
+    return load(path, dtype=None if dtype == "auto" else dtype, device=preferred_device(device)), tokenizer
