@@ -98,7 +98,7 @@ def test_the_counts_of_the_prose(script: ModuleType, prose: str) -> None:
     assert len(above) == 192 and "All 192 cells with retrieval recall at least .999" in prose
     assert f"{len(ended)} cells ended, {len(reached)} of them at .9995 or more, {len(quick)} within one pass" in prose
     assert len([cell for cell in late if cell in above]) == len(late)
-    assert f"{len(late)} others had reached .999 when they were stopped" in prose
+    assert f"{len(late)} others had reached .999 before they were stopped" in prose
     rows = script.rows_of(script.PRESENT)
     tensor = sum(row.get("matmul_precision") == "high" for cell, row in rows.items() if cell[1] is not None)
     assert f"tensor-float-32 in the later ones: in {tensor} cells with retrieval" in prose
@@ -154,8 +154,12 @@ def test_the_slow_cells_of_the_prose(script: ModuleType, prose: str) -> None:
     rows = {cell: row for cell, row in script.rows_of(script.PRESENT).items() if cell[1] is not None}
     stopped = [run for cell, run in script.stopped().items() if cell[1] is not None]
     assert {run["width"] for run in stopped} == {32} and len(stopped) == 6 and "All of these six are of d 32" in prose
+    open_cells = [place for place in script.stopped() if place[1] is not None]
+    assert not set(open_cells) & set(script.rows_of(script.PRESENT)) and "no call trained them to their end." in prose
     shown = sorted(script.share(run["accuracy"]) for run in stopped)
-    assert f"They reached {shown[0]} to {shown[-1]}" in prose
+    last = sorted(script.share(run["history"][-1][2]) for run in stopped)
+    words = f"At their best they had {shown[0]} to {shown[-1]}, at the last evaluation {last[0]} to {last[-1]};"
+    assert words in prose
     never = {cell for cell, row in rows.items() if row["accuracy"] < script.STOP}
     below, above = ("base_conv", 2, 512, 32), ("h3", 2, 64, 32)
     assert never == {below, above} and '"never" has the two that ended below' in prose
