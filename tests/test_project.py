@@ -55,6 +55,10 @@ NEED_EXTRAS |= {
     for path in (SOURCE / "ops" / "triton").glob("*.py")
     if path.stem not in ("__init__", "backend")
 }
+NEED_EXTRAS |= {
+    f"longrecall.ops.triton.hopper.{path.stem}".removesuffix(".__init__")
+    for path in (SOURCE / "ops" / "triton" / "hopper").glob("*.py")
+}
 
 
 def module_name(path: Path) -> str:

@@ -19,13 +19,20 @@ def scaled(x, out, size, factor, BLOCK: tl.constexpr, EXTRA: tl.constexpr = 3): 
 
 
 class Compiled:
-    """In the place of a compiled kernel: what it was launched with."""
+    """In the place of a compiled kernel: what it was launched with, and through Triton's own way or not."""
+
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self) -> None:
         self.launched: list[tuple[Any, tuple[Any, ...]]] = []
+        self.by_triton: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def run(self, *args: Any) -> None:
+        assert args[3:9] == ("stream 0", "function", "metadata", None, None, None)
+        self.launched.append((args[:3], args[9:]))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args: self.launched.append((grid, args))
+        return lambda *args: self.by_triton.append((grid, args))
 
 
 @pytest.fixture
@@ -39,6 +46,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(kernel, "run", run)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: f"stream {device}", raising=False)
     return kernel
 
 
@@ -52,6 +60,24 @@ def test_the_same_kind_is_looked_up_once(kernel: Any) -> None:
     ((grid, args),) = compiled.launched
     # A compiled kernel takes constants too, by position, and a grid of three numbers.
     assert grid == (7, 2, 1) and args[0] is y and args[2:] == (64, 0.25, 64, 3)
+    assert not compiled.by_triton
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("added", [True, False])
+def test_hooks_are_called(kernel: Any, name: str, added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Triton's own launch, which a profiler adds itself to, or takes the place of what is there."""
+    x = torch.zeros(64)
+    kernel[(4,)](x, x, 64, 0.5, BLOCK=64)
+    runtime = triton.knobs.runtime
+    if added:
+        monkeypatch.setattr(getattr(runtime, name), "calls", [print])
+    else:
+        monkeypatch.setattr(runtime, name, print)
+    kernel[(7, 2)](x, x, 64, 0.25, BLOCK=64)
+    ((compiled, _),) = kernel.remembered.values()
+    ((grid, args),) = compiled.by_triton
+    assert not compiled.launched and grid == (7, 2, 1) and args[2:] == (64, 0.25, 64, 3)
 
 
 def test_other_kinds_are_looked_up(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:

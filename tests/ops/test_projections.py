@@ -27,6 +27,19 @@ def test_products_and_gradients_equal_those_of_single_layers() -> None:
     assert torch.autograd.gradgradcheck(lambda x, *w: project_together(x, w), (x, *weights))
 
 
+def test_joined_products_and_gradients_equal_those_of_single_layers() -> None:
+    x, *weights = draw((2, 3, 5), (4, 5), (1, 5), (7, 5))
+    found = project_together(x, weights, joined=2)
+    # float64, sums of 5 terms in any order.
+    assert all(torch.allclose(y, x @ w.T, rtol=1e-12, atol=1e-14) for y, w in zip(found, weights, strict=True))
+    # Finite differences of float64, at torch's own tolerances.
+    assert torch.autograd.gradcheck(lambda x, *w: project_together(x, w, joined=2), (x, *weights))
+    assert torch.autograd.gradcheck(lambda x, *w: project_together(x, w, joined=3), (x, *weights))
+    found[2].sum().backward()
+    # Nobody used the first; the second, joined to one that was, has a gradient of nothing.
+    assert weights[0].grad is None and not weights[1].grad.any() and weights[2].grad.any()
+
+
 def test_what_needs_no_gradient_has_none() -> None:
     x, first, second, third = draw((3, 5), (4, 5), (2, 5), (2, 5))
     first.requires_grad_(False)

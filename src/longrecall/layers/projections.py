@@ -56,8 +56,11 @@ def project_biased(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     return project_with_biases(x, weights, biases)
 
 
-def project(x: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """x ``[..., d]`` through each of the layers, by name; on a GPU with one gradient for all of them."""
+def project(x: Tensor, layers: Mapping[str, nn.Module], joined: int = 0) -> dict[str, Tensor]:
+    """x ``[..., d]`` through each of the layers, by name; on a GPU with one gradient for all of them.
+
+    `joined`: how many of the last ones, narrow, are one product there (see `ops.projections.project_together`).
+    """
     together = (
         x.is_cuda
         and torch.is_grad_enabled()
@@ -70,7 +73,7 @@ def project(x: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     dtype = operand_dtype(x)
     weights = [layer.get_parameter("weight").to(dtype) for layer in layers.values()]
     with torch.autocast(x.device.type, enabled=False):
-        return dict(zip(layers, project_together(x.to(dtype), weights), strict=True))
+        return dict(zip(layers, project_together(x.to(dtype), weights, joined), strict=True))
 
 
 def project_gated(

@@ -10,13 +10,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def project_together(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def project_together(x: Tensor, weights: Sequence[Tensor], joined: int = 0) -> tuple[Tensor, ...]:
     """x ``[..., d]`` times each weight ``[n, d]`` -> ``[..., n]`` each; all of one dtype.
 
     Left to autograd, every product would write a gradient of x of its own, and every pair of them would be read and
     added up; here a product adds to what the ones before it wrote.
+
+    Args:
+        x: What all weights multiply.
+        weights: The weights.
+        joined: How many of the last weights become one product. A narrow one costs the reading of x, forward and for
+            its own gradient, and reading and writing that of x: once for all of them. What it returns for them are
+            parts of wider rows.
     """
-    return cast(tuple[Tensor, ...], _ProjectTogether.apply(x, *weights))
+    if joined < 2:
+        return cast(tuple[Tensor, ...], _ProjectTogether.apply(x, *weights))
+    narrow = weights[-joined:]
+    *outs, wide = cast(tuple[Tensor, ...], _ProjectTogether.apply(x, *weights[:-joined], torch.cat(list(narrow))))
+    return *outs, *wide.split([len(weight) for weight in narrow], dim=-1)
 
 
 class _ProjectTogether(torch.autograd.Function):

@@ -143,8 +143,10 @@ class LinearAttentionMixer(nn.Module):
 
     def projections(self, x: Tensor) -> dict[str, Tensor]:
         """The products of x ``[B, T, d]``: q, k, v and, where a layer has them, g (gate), b (beta) and a (decay)."""
-        layers = {name: getattr(self, f"{name}_proj", None) for name in "qkvgba"}
-        return project(x, {name: layer for name, layer in layers.items() if layer is not None})
+        maybe = {name: getattr(self, f"{name}_proj", None) for name in "qkvgba"}
+        layers = {name: layer for name, layer in maybe.items() if layer is not None}
+        # A number for each head of a token: their products cost what reading x costs.
+        return project(x, layers, joined=sum(name in layers for name in "ba"))
 
     def heads(
         self, projected: dict[str, Tensor], x: Tensor, state: LayerState | None, mask: Tensor | None

@@ -21,10 +21,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from longrecall.ops.chunked_linear import STRONGEST_DECAY
-from longrecall.ops.triton import delta_split, launch
+from longrecall.ops.triton import delta_split, hopper, launch
 from longrecall.ops.triton.delta_backward import keys_kernel, values_kernel, walk_back_kernel
-from longrecall.ops.triton.delta_forward import CHUNK, invert_kernel, walk_kernel
+from longrecall.ops.triton.delta_forward import CHUNK, walk_kernel
+from longrecall.ops.triton.delta_gates import finish_gates
+from longrecall.ops.triton.delta_inverse import invert_kernel
+from longrecall.ops.triton.hopper import walks
 from longrecall.ops.triton.launch import arithmetic, interpreting, on_device, unsupported
+from longrecall.ops.triton.part_sums import part_sums
 
 WIDTHS = (64, 128, 256)
 """Key and value widths the kernels are built for on a GPU."""
@@ -232,6 +236,14 @@ def _invert(plan: _Plan, k: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[Te
     shape = (plan.rows, plan.heads, plan.chunks * SIZE)
     cumulative = log_decay.new_empty(shape)
     inverse = k.new_empty((*shape, SIZE), dtype=plan.kept)
+    if hopper.declines(k) is None:
+        from longrecall.ops.triton.hopper import inverse as on_hopper
+
+        on_hopper.invert_kernel[(plan.chunks * plan.heads, plan.rows)](
+            k, log_decay, beta, inverse, cumulative, plan.length, STRONGEST_DECAY[torch.float32],
+            **plan.heads_of, K=plan.key_width, num_warps=1,
+        )  # fmt: skip
+        return inverse, cumulative
     invert_kernel[(plan.chunks, plan.rows * plan.heads)](
         k, log_decay, beta, inverse, cumulative, plan.length, STRONGEST_DECAY[torch.float32],
         **plan.heads_of, K=plan.key_width, BK=min(plan.key_width, 32), MODE=plan.mode,
@@ -249,7 +261,8 @@ def _walk(
     processors = launch.processors(q)
     parts = plan.parts(processors) if read else plan.subheads
     grid = (plan.value_width // plan.value_block, plan.rows * plan.value_heads)
-    segments = launch.segments(grid[0] * grid[1] * parts, plan.chunks, processors, products=True)
+    whole = walks.serve(plan, v, q, k)
+    segments = 1 if whole else launch.segments(grid[0] * grid[1] * parts, plan.chunks, processors, products=True)
     # Without queries there is room for one more chunk on its way.
     walking = plan.walking(2 if read or plan.kept == torch.float32 else 3)
     if segments > 1:
@@ -264,9 +277,12 @@ def _walk(
         heads = (plan.rows, plan.heads)
         states = k.new_empty((*heads, plan.chunks, plan.key_width, plan.value_width), dtype=plan.kept)
         corrections = k.new_empty((*heads, plan.chunks * SIZE, plan.value_width), dtype=plan.kept)
+    tensors = (q, k, v, beta, weights, cumulative, inverse, state, out, final, states, corrections)
+    if whole:
+        walks.walk(plan, tensors, read)
+        return out, final, states, corrections
     walk_kernel[(*grid, parts * segments)](
-        q, k, v, beta, weights, cumulative, inverse, state, out, final, states, corrections,
-        plan.scale, plan.length, plan.chunks, plan.rows,
+        *tensors, plan.scale, plan.length, plan.chunks, plan.rows,
         PART=plan.subheads // parts, READ=read, **walking,
     )  # fmt: skip
     return out, final, states, corrections
@@ -281,7 +297,7 @@ def forward(scale: float, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     plan = _plan(q, v, beta, scale)
     solved = _invert(plan, k, log_decay, beta)
     out, final, _, _ = _walk(plan, inputs, solved, read=True)
-    return (out[0] if len(out) == 1 else out.sum(0)).to(v.dtype), final, *solved
+    return part_sums(out, v.dtype), final, *solved
 
 
 def backward(
@@ -328,11 +344,13 @@ def group_backward(
     plan = _plan(q, v, beta, scale)
     _, _, states, corrections = _walk(plan, inputs, solved, read=False)
     d_states, d_targets = torch.empty_like(states), torch.empty_like(corrections)
-    states_grid = (plan.value_width // plan.value_block, plan.rows * plan.heads)
-    walk_back_kernel[states_grid](
-        q, k, beta, weights, cumulative, inverse, d_out, d_final, d_state, d_states, d_targets,
-        plan.scale, plan.length, plan.chunks, **plan.walking(1 if plan.kept == torch.float32 else 2),
-    )  # fmt: skip
+    tensors = (q, k, beta, weights, cumulative, inverse, d_out, d_final, d_state, d_states, d_targets)
+    if walks.serve(plan, v, q, k, d_out):
+        walks.walk_back(plan, tensors)
+    else:
+        walk_back_kernel[(plan.value_width // plan.value_block, plan.rows * plan.heads)](
+            *tensors, plan.scale, plan.length, plan.chunks, **plan.walking(1 if plan.kept == torch.float32 else 2)
+        )
     values_kernel[(triton.cdiv(plan.length, 32), plan.rows * plan.value_heads)](
         v, beta, d_targets, d_v, d_beta, plan.length, plan.chunks,
         **plan.heads_of, **plan.sharing, V=plan.value_width, ROWS=32, num_warps=4,
@@ -349,22 +367,27 @@ def _keys_backward(plan: _Plan, inputs: tuple[Tensor, ...], walked: tuple[Tensor
     q, k, _, log_decay, beta, weights, _ = inputs
     d_q, d_k, _, d_log_decay, d_beta, _ = into
     block = plan.key_tile
-    blocks = plan.key_width // block
+    explicit = plan.key_width == plan.value_width == 128 and hopper.declines(q, k, d_q, d_k, *walked) is None
+    blocks = 1 if explicit else plan.key_width // block
     # Value heads of one key head share its queries and keys: theirs add up afterwards, in float32.
     shared = plan.heads // plan.key_heads
     shape = (*q.shape[:2], plan.heads, plan.key_width)
     d_queries, d_keys = (x if shared == 1 else beta.new_empty(shape) for x in (d_q, d_k))
     sums = beta.new_empty((2, blocks, *beta.shape))
     d_weights = beta.new_empty((blocks, plan.rows, plan.heads, plan.chunks))
-    keys_kernel[(blocks, plan.chunks, plan.rows * plan.heads)](
-        q, k, beta, weights, *walked, d_queries, d_keys, sums[0], sums[1], d_weights,
-        plan.scale, plan.length, plan.chunks,
-        **plan.heads_of, **plan.sharing, K=plan.key_width, V=plan.value_width, BK=block,
-        BV=plan.value_tile, MODE=plan.mode, num_warps=4, num_stages=plan.tile_stages,
-    )  # fmt: skip
+    tensors = (q, k, beta, weights, *walked, d_queries, d_keys, sums[0], sums[1], d_weights)
+    if explicit:
+        from longrecall.ops.triton.hopper import delta_keys
+
+        delta_keys.keys_backward(tensors, plan.scale, launch.processors(q))
+    else:
+        keys_kernel[(blocks, plan.chunks, plan.rows * plan.heads)](
+            *tensors, plan.scale, plan.length, plan.chunks,
+            **plan.heads_of, **plan.sharing, K=plan.key_width, V=plan.value_width, BK=block,
+            BV=plan.value_tile, MODE=plan.mode, num_warps=4, num_stages=plan.tile_stages,
+        )  # fmt: skip
     if shared > 1:
         for total, parts in ((d_q, d_queries), (d_k, d_keys)):
             total.copy_(parts.unflatten(2, (plan.key_heads, shared)).sum(3))
-    d_beta += sums[0].sum(0)
-    d_log_decay.copy_(sums[1].sum(0).masked_fill_(log_decay < STRONGEST_DECAY[torch.float32], 0.0))
+    finish_gates(sums[0], sums[1], log_decay, d_beta, d_log_decay, STRONGEST_DECAY[torch.float32])
     return d_weights.sum((0, 1, 3))

@@ -116,6 +116,14 @@ class _Maker:
         rest = (weight.to(y.dtype), y if self.grafted else None, taps, state)
         return expansion.expand_and_convolve(self.active(y), *rest, normalise=normalise)
 
+    def differentiable(self, pieces: Sequence[Any], grafted: Tensor | None, *, normalise: bool) -> Tensor:
+        """As `made`, with gradients, from `active` or projected heads, state, weight and taps."""
+        first, state, weight, taps = pieces
+        if weight is None:
+            return convolve_heads(first, taps, state, normalise=normalise)
+        rest = (weight.to(first.dtype), grafted, taps, state)
+        return expansion.convolve_expanded(first, *rest, normalise=normalise)
+
     def through_activation(self, y: Tensor, d_active: Tensor, out: Tensor) -> None:
         """Write the gradient of y to `out`, given that of the activated heads."""
         if self.activation is functional.silu:
@@ -201,8 +209,7 @@ class _Remade:
         grafted = [y[rows]] if weight is not None and self.maker.grafted else []
         pieces = [x if x is None else x.detach().requires_grad_() for x in (first, state[rows], weight, taps, *grafted)]
         with torch.enable_grad():
-            inputs = self.maker.inputs(pieces[0], pieces[2], pieces[4] if grafted else None)
-            self.made = convolve_heads(inputs, pieces[3], pieces[1], normalise=self.normalise)
+            self.made = self.maker.differentiable(pieces[:4], pieces[4] if grafted else None, normalise=self.normalise)
         self.leaves = [x for x in pieces if x is not None]
         self.rows.append(rows)
         return self.made.detach()
@@ -238,7 +245,9 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def _summed(parts: list[Tensor]) -> Tensor:
     """The gradient of an input that all rows share."""
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0, dtype=torch.float32).to(parts[0].dtype)
+    if len(parts) <= 2:
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    return torch.stack(parts).sum(0, dtype=torch.float32).to(parts[0].dtype)
 
 
 def _rows_at_a_time(heads: Sequence[Tensor], beta: Tensor) -> int:

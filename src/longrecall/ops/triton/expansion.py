@@ -1,7 +1,8 @@
 """Head-wise expansion, and its product, short convolution, SiLU and L2 norm in one launch.
 
 Two passes, a product and the convolution's, would write and read what the expansion makes, E times as large as all
-else. A backward needs it in memory for its own passes, so it makes it by the two (see expanded.py).
+else. The backward is one launch and two products on Hopper (see hopper/expansion.py). Elsewhere it needs in memory what
+the convolution reads, for its own pass, and so does what it is the backward of (see expanded.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from longrecall.ops.triton.convolution import convolve_heads
 from longrecall.ops.triton.expansion_forward import TOKENS, forward_kernel
+from longrecall.ops.triton.hopper import expansion as hopper
 from longrecall.ops.triton.launch import arithmetic, interpreting, on_device, processors, unsupported
 
 WIDTHS = (64, 128)
@@ -62,19 +64,66 @@ def expand_and_convolve(
     if declines(y, weight) is not None:
         return convolve_heads(expand(y, weight, grafted), taps, state, normalise=normalise, eps=eps)
     y, weight, taps = y.contiguous(), weight.contiguous(), taps.contiguous()
+    grafted = grafted if grafted is None else grafted.contiguous()
+    # Neighbouring channels side by side, as in the result.
+    before = state.to(y.dtype).transpose(1, 2).contiguous()
+    if hopper.declines(y, weight) is None:
+        return hopper.forward(y, weight, grafted, taps, before, normalise, eps)[0]
     heads, width = y.shape[2:]
     factor = weight.shape[2] // width + (grafted is not None)
     out = y.new_empty((*y.shape[:2], heads * factor, width))
     grid, chunks = _launch(y, heads * factor)
-    # Neighbouring channels side by side, as in `out`.
-    before = state.to(y.dtype).transpose(1, 2).contiguous()
     with on_device(y):
         forward_kernel[grid](
-            y, weight, y if grafted is None else grafted.contiguous(), taps, before, out, y.shape[1], chunks, eps,
+            y, weight, y if grafted is None else grafted, taps, before, out, y.shape[1], chunks, eps,
             HEADS=heads, E=factor, D=width, GRAFTED=grafted is not None, NORMALISE=normalise, GROUPS=STREAMS, STAGES=2,
             num_warps=4, **arithmetic(y.dtype).constants(),
         )  # fmt: skip
     return out
+
+
+def convolve_expanded(
+    y: Tensor,
+    weight: Tensor,
+    grafted: Tensor | None,
+    taps: Tensor,
+    state: Tensor,
+    *,
+    normalise: bool,
+    eps: float = 1e-6,
+) -> Tensor:
+    """As `expand_and_convolve`, whose arguments these are; gradients reach all tensors.
+
+    Only norms are kept for the backward on Hopper beside what is given, elsewhere the expansion.
+    """
+    if hopper.declines(y, weight) is not None:
+        return convolve_heads(expand(y, weight, grafted), taps, state, normalise=normalise, eps=eps)
+    heads = (y.contiguous(), weight.contiguous(), grafted if grafted is None else grafted.contiguous())
+    before = state.to(y.dtype).transpose(1, 2).contiguous()
+    return cast(Tensor, _ConvolveExpanded.apply(normalise, eps, *heads, taps.contiguous(), before))
+
+
+class _ConvolveExpanded(torch.autograd.Function):
+    """Normalise, eps, y, weight, head or None, taps, state ``[B, 3, H * E * D]`` -> ``[B, T, H * E, D]``."""
+
+    @staticmethod
+    def forward(ctx: Any, normalise: bool, eps: float, *inputs: Any) -> Tensor:
+        ctx.normalise = normalise
+        y, weight, grafted, taps, before = inputs
+        out, norms = hopper.forward(y, weight, grafted, taps, before, normalise, eps, keep=True)
+        ctx.save_for_backward(*inputs, norms)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        y, weight, grafted, taps, before, norms = ctx.saved_tensors
+        d_z, d_taps, d_before = hopper.backward(
+            y, weight, grafted, taps, before, norms, grads[0].contiguous(), ctx.normalise
+        )
+        d_wide, first = d_z.unflatten(2, (y.shape[2], -1)).flatten(3), 0 if grafted is None else y.shape[3]
+        d_y, d_weight = _expanded_backward(d_wide[..., first:], weight, y)
+        return None, None, d_y, d_weight, d_wide[..., :first] if first else None, d_taps, d_before
 
 
 def declines(y: Tensor, weight: Tensor) -> str | None:
@@ -126,11 +175,16 @@ class _Expand(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         y, weight = ctx.saved_tensors
-        d_out, d_y = grads[0].contiguous(), torch.empty_like(y, memory_format=torch.contiguous_format)
-        d_made = _by_head(d_out[..., ctx.before :])
-        torch.bmm(d_made, weight.transpose(1, 2), out=_by_head(d_y))
-        d_weight = torch.bmm(_by_head(y).transpose(1, 2), d_made)
-        return d_y, d_weight, d_out[..., : ctx.before] if ctx.before else None
+        d_out = grads[0].contiguous()
+        d_made = d_out[..., ctx.before :]
+        return *_expanded_backward(d_made, weight, y), d_out[..., : ctx.before] if ctx.before else None
+
+
+def _expanded_backward(d_made: Tensor, weight: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of y and the weight from that of y @ weight, ``[B, T, H, F]``."""
+    d_y = torch.empty_like(y, memory_format=torch.contiguous_format)
+    torch.bmm(_by_head(d_made), weight.transpose(1, 2), out=_by_head(d_y))
+    return d_y, torch.bmm(_by_head(y).transpose(1, 2), _by_head(d_made))
 
 
 def _by_head(x: Tensor) -> Tensor:

@@ -1,0 +1,95 @@
+"""Head-wise expansion, short convolution, SiLU and L2 norm on Hopper: launches of the forward and of the backward."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from longrecall.ops.triton.hopper import declines as hopper_declines
+from longrecall.ops.triton.launch import on_device
+
+WIDTHS = (64, 128)
+"""Widths of heads that the kernels are built for."""
+
+FORWARDS, BACKWARDS = 2, 2
+"""Programs of either kernel that share a multiprocessor: what they wait for is hidden by each other."""
+
+REGISTERS = 256
+"""Registers that a multiprocessor has for each thread of 8 warps."""
+
+
+def declines(y: Tensor, weight: Tensor) -> str | None:
+    """Why the kernels cannot expand y ``[B, T, H, D]`` with a weight ``[H, D, F]``, in words; None = they can."""
+    if y.shape[3] not in WIDTHS:
+        return f"heads must be {' or '.join(map(str, WIDTHS))} wide, not {y.shape[3]}"
+    if weight.dtype != y.dtype:
+        return "the heads and the expansion have different dtypes"
+    return hopper_declines(y)
+
+
+def forward(
+    y: Tensor,
+    weight: Tensor,
+    grafted: Tensor | None,
+    taps: Tensor,
+    before: Tensor,
+    normalise: bool,
+    eps: float,
+    *,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`expansion.expand_and_convolve`, whose arguments these are; `before` is its state as ``[B, 3, H * E * D]``.
+
+    Also what `backward` needs of it, `keep`: -ln 2 / norm ``[B, T, H * E]`` in float32; None where there is no norm.
+    """
+    from longrecall.ops.triton.hopper.expansion_forward import forward_kernel
+    from longrecall.ops.triton.hopper.streams import STREAMS, plan
+
+    rows, tokens, heads, width = y.shape
+    subheads = len(taps) // width
+    out = y.new_empty((rows, tokens, subheads, width))
+    norms = y.new_empty(out.shape[:3], dtype=torch.float32) if keep and normalise else None
+    segments, chunks = plan(y, subheads, each=FORWARDS)
+    with on_device(y):
+        forward_kernel[(subheads, triton.cdiv(rows * segments, STREAMS))](
+            y, y if grafted is None else grafted, weight, taps, before, out, out if norms is None else norms,
+            rows, tokens, segments, chunks, eps,
+            HEADS=heads, E=subheads // heads, D=width, GRAFTED=grafted is not None, NORMALISE=normalise,
+            KEEP=norms is not None, num_warps=STREAMS, maxnreg=REGISTERS // FORWARDS // 8 * 8,
+        )  # fmt: skip
+    return out, norms
+
+
+def backward(
+    y: Tensor,
+    weight: Tensor,
+    grafted: Tensor | None,
+    taps: Tensor,
+    before: Tensor,
+    norms: Tensor | None,
+    d_out: Tensor,
+    normalise: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the convolution's inputs, the taps and the state, given that of `forward`'s result and its norms.
+
+    Shapes and dtypes are those of what they are gradients of; the first is as d_out, ``[B, T, H * E, D]``. The
+    gradients of y and of the weight are left to products with it.
+    """
+    from longrecall.ops.triton.hopper.expansion_backward import backward_kernel
+    from longrecall.ops.triton.hopper.streams import STREAMS, plan
+
+    rows, tokens, heads, width = y.shape
+    subheads = len(taps) // width
+    segments, chunks = plan(y, subheads, each=BACKWARDS)
+    programs = triton.cdiv(rows * segments, STREAMS)
+    d_z, d_before = torch.empty_like(d_out), torch.empty_like(before)
+    d_taps = taps.new_empty((programs * STREAMS, 4, len(taps)), dtype=torch.float32)
+    with on_device(y):
+        backward_kernel[(subheads, programs)](
+            y, y if grafted is None else grafted, weight, taps, before, d_taps if norms is None else norms, d_out,
+            d_z, d_before, d_taps, rows, tokens, segments, chunks,
+            HEADS=heads, E=subheads // heads, D=width, GRAFTED=grafted is not None, NORMALISE=normalise,
+            num_warps=STREAMS, maxnreg=REGISTERS // BACKWARDS // 8 * 8,
+        )  # fmt: skip
+    return d_z, d_taps.sum(0).t().to(taps.dtype), d_before

@@ -1,0 +1,101 @@
+"""Expansion, convolution, SiLU and norm in Gluon, forward and backward, against float64 and against plain Triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+pytest.importorskip("triton")
+
+from longrecall.ops.triton import expansion
+from longrecall.ops.triton.hopper import expansion as hopper
+from tests.ops.test_triton_expansion import EPS, Case
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+CASES = [
+    Case(2, 1003, 2, 128, 4),
+    Case(1, 17, 1, 128, 8, grafted=True),
+    Case(3, 300, 2, 128, 2, normalise=False),
+    # More streams than a program has.
+    Case(9, 64, 8, 128, 8),
+    Case(2, 1003, 2, 64, 2),
+    Case(1, 129, 2, 64, 4, grafted=True, normalise=False),
+]
+
+# Results, and what products multiply, are rounded to bfloat16: 2^-9 each, a little over half of that on average.
+TOLERANCE = 4e-3
+
+
+@pytest.fixture(autouse=True)
+def _kernels_run() -> None:
+    reason = hopper.declines(*(torch.empty(1, 1, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)))
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def tensors(case: Case) -> dict[str, Tensor]:
+    found = {name: x.cuda().bfloat16() for name, x in case.tensors().items()}
+    g = torch.Generator().manual_seed(9)
+    shape = (case.rows, case.length, case.heads * case.factor, case.width)
+    return {**found, "d_out": torch.randn(shape, generator=g).cuda().bfloat16()}
+
+
+def results(case: Case, inputs: dict[str, Tensor], exact: bool) -> dict[str, Tensor]:
+    """The output and the gradients of all inputs, by one launch each way or, `exact`, by the formulas in float64."""
+    leaves = {name: x.double() if exact else x.clone() for name, x in inputs.items() if name != "d_out"}
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+    rest = (leaves["y"], leaves["weight"], leaves.get("head"), leaves["taps"], leaves["state"])
+    out = formulas(case, *rest) if exact else expansion.convolve_expanded(*rest, normalise=case.normalise, eps=EPS)
+    found = torch.autograd.grad(out, list(leaves.values()), inputs["d_out"].to(out.dtype))
+    return {"out": out.detach(), **dict(zip(leaves, found, strict=True))}
+
+
+def formulas(case: Case, y: Tensor, weight: Tensor, head: Tensor | None, taps: Tensor, state: Tensor) -> Tensor:
+    z = torch.einsum("bthd,hdf->bthf", y, weight)
+    z = (z if head is None else torch.cat([head, z], -1)).flatten(2)
+    # Rounded as the kernels do, with the gradient of the identity: SiLU's slope depends on it.
+    z = z + (z.bfloat16().double() - z).detach()
+    z = torch.cat([state.transpose(1, 2), z], 1).transpose(1, 2)
+    made = functional.silu(functional.conv1d(z, taps[:, None], groups=len(taps)))
+    made = made.transpose(1, 2).unflatten(2, (-1, case.width))
+    return made * (made.square().sum(-1, keepdim=True) + EPS).rsqrt() if case.normalise else made
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results_and_gradients_equal_the_formulas(case: Case) -> None:
+    inputs = tensors(case)
+    wanted = results(case, inputs, exact=True)
+    errors = {name: error(x, wanted[name]) for name, x in results(case, inputs, exact=False).items()}
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_they_are_as_precise_as_plain_triton(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = tensors(case)
+    wanted, found = results(case, inputs, exact=True), results(case, inputs, exact=False)
+    monkeypatch.setenv("LONGRECALL_GLUON", "0")
+    plain = results(case, inputs, exact=False)
+    for name, x in found.items():
+        # A tenth more: roundings that lie midway go either way.
+        assert error(x, wanted[name]) < 1.1 * error(plain[name], wanted[name]) + 1e-4, name
+
+
+def test_the_launch_without_a_gradient_makes_the_same() -> None:
+    x = tensors(CASES[1])
+    rest = (x["y"], x["weight"], x["head"], x["taps"], x["state"])
+    found = expansion.expand_and_convolve(*rest, normalise=True)
+    assert torch.equal(found, expansion.convolve_expanded(*rest, normalise=True))
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_two_runs_agree_to_the_bit(case: Case) -> None:
+    inputs = tensors(case)
+    first, second = results(case, inputs, exact=False), results(case, inputs, exact=False)
+    assert all(torch.equal(x, second[name]) for name, x in first.items())

@@ -1,0 +1,97 @@
+"""The kernels in Gluon compile for Hopper without a GPU, where the Triton they are written for is installed.
+
+In a process of their own: where there is no GPU, the tests' Triton interprets, also what Gluon is made of.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from longrecall.ops.triton import hopper
+
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that a program can have on Hopper."""
+
+
+HEADS = {"KEY_HEADS": 64, "STATE_HEADS": 64, "SUBHEADS": 8, "VALUE_HEADS": 8}
+SHARED_KEYS = {"KEY_HEADS": 4, "STATE_HEADS": 8, "SUBHEADS": 2, "VALUE_HEADS": 4}
+SINGLE = {"KEY_HEADS": 1, "STATE_HEADS": 1, "SUBHEADS": 1, "VALUE_HEADS": 1}
+
+TYPES = {
+    **dict.fromkeys(("beta", "weights", "cumulative", "log_decay", "d_beta", "d_decay", "d_weights"), "*fp32"),
+    **dict.fromkeys(("initial", "final", "d_initial", "d_final"), "*fp32"),
+    **dict.fromkeys(("B", "T", "chunks"), "i32"),
+    **dict.fromkeys(("scale", "strongest"), "fp32"),
+}
+"""Types of arguments that are no bfloat16 tensors."""
+
+
+def compiled(module: str, name: str, constants: dict[str, Any], warps: int) -> dict[str, int]:
+    """Shared memory in bytes and products of a kernel compiled for compute capability 9.0.
+
+    Addresses are aligned to 16 bytes; `module` is one of `longrecall.ops.triton.hopper`.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, json.dumps([module, name, constants, warps])]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def compile_here(module: str, name: str, constants: dict[str, Any], warps: int) -> dict[str, int]:
+    """As `compiled`, in this process."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kernel = getattr(importlib.import_module(f"longrecall.ops.triton.hopper.{module}"), name)
+    places = {argument: (place,) for place, argument in enumerate(kernel.arg_names)}
+    signature = {n: "constexpr" if n in constants else TYPES.get(n, "*bf16") for n in places}
+    aligned = {places[n]: [["tt.divisibility", 16]] for n, kind in signature.items() if kind.startswith("*")}
+    source = GluonASTSource(kernel, signature, {places[n]: value for n, value in constants.items()}, aligned)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    return {"shared": built.metadata.shared, "products": built.asm["ptx"].count("wgmma.mma_async")}
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_here(*json.loads(sys.argv[1]))))
+else:
+    pytestmark = pytest.mark.skipif(hopper.other_triton() is not None, reason=str(hopper.other_triton()))
+
+
+@pytest.mark.parametrize("heads", [HEADS, SHARED_KEYS, SINGLE], ids=str)
+def test_keys_kernel(heads: dict[str, int]) -> None:
+    found = compiled("delta_keys", "keys_kernel", heads, 8)
+    assert found["shared"] <= SHARED_MEMORY
+    # Products of a pair: 5 in each of two blocks and 4 more, of 4 steps of 16 each.
+    assert found["products"] == 4 * (2 * 5 + 4)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_invert_kernel(width: int) -> None:
+    found = compiled("inverse", "invert_kernel", {"KEY_HEADS": 4, "HEADS": 8, "K": width}, 1)
+    # A warp of up to 168 registers leaves room for twelve programs on a multiprocessor: of memory there is that room.
+    assert found["shared"] * 12 <= SHARED_MEMORY if width <= 128 else found["shared"] <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("heads", [HEADS, SHARED_KEYS], ids=str)
+def test_walks(heads: dict[str, int]) -> None:
+    sizes = {**{name: heads[name] for name in ("KEY_HEADS", "SUBHEADS", "VALUE_HEADS")}, "HEADS": heads["STATE_HEADS"]}
+    # Products of a chunk over 128 channels and over 64 tokens, in steps of 16.
+    for read, products in ((True, 3 * 8 + 3 * 4), (False, 8 + 2 * 4)):
+        found = compiled("delta_walk", "walk_kernel", {**sizes, "READ": read}, 8)
+        assert found["products"] == products
+        assert found["shared"] <= SHARED_MEMORY
+    found = compiled("delta_walk_back", "walk_back_kernel", sizes, 8)
+    assert found["products"] == 2 * 8 + 4 * 4
+    assert found["shared"] <= SHARED_MEMORY
