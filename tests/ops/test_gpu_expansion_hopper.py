@@ -25,6 +25,9 @@ CASES = [
     Case(1, 129, 2, 64, 4, grafted=True, normalise=False),
 ]
 
+NAMES = ("y", "weight", "head", "taps", "state")
+"""Arguments of the expansion's functions, in their order."""
+
 # Results, and what products multiply, are rounded to bfloat16: 2^-9 each, a little over half of that on average.
 TOLERANCE = 4e-3
 
@@ -45,12 +48,17 @@ def tensors(case: Case) -> dict[str, Tensor]:
 
 def results(case: Case, inputs: dict[str, Tensor], exact: bool) -> dict[str, Tensor]:
     """The output and the gradients of all inputs, by one launch each way or, `exact`, by the formulas in float64."""
-    leaves = {name: x.double() if exact else x.clone() for name, x in inputs.items() if name != "d_out"}
-    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-    rest = (leaves["y"], leaves["weight"], leaves.get("head"), leaves["taps"], leaves["state"])
-    out = formulas(case, *rest) if exact else expansion.convolve_expanded(*rest, normalise=case.normalise, eps=EPS)
-    found = torch.autograd.grad(out, list(leaves.values()), inputs["d_out"].to(out.dtype))
-    return {"out": out.detach(), **dict(zip(leaves, found, strict=True))}
+    if exact:
+        leaves = {name: x.double().requires_grad_() for name, x in inputs.items() if name != "d_out"}
+        out = formulas(case, *(leaves.get(name) for name in NAMES))
+        found = torch.autograd.grad(out, list(leaves.values()), inputs["d_out"].double())
+        return {"out": out.detach(), **dict(zip(leaves, found, strict=True))}
+    rest = [inputs.get(name) for name in NAMES]
+    out, kept = expansion.forward(*rest, normalise=case.normalise, eps=EPS)
+    d_before = torch.empty_like(inputs["state"].transpose(1, 2), memory_format=torch.contiguous_format)
+    *found, d_taps = expansion.backward(*rest, kept, inputs["d_out"], d_before, normalise=case.normalise, eps=EPS)
+    found += [d_taps.sum(0).t(), d_before.transpose(1, 2)]
+    return {"out": out, **{name: x for name, x in zip(NAMES, found, strict=True) if x is not None}}
 
 
 def formulas(case: Case, y: Tensor, weight: Tensor, head: Tensor | None, taps: Tensor, state: Tensor) -> Tensor:
@@ -91,7 +99,7 @@ def test_the_launch_without_a_gradient_makes_the_same() -> None:
     x = tensors(CASES[1])
     rest = (x["y"], x["weight"], x["head"], x["taps"], x["state"])
     found = expansion.expand_and_convolve(*rest, normalise=True)
-    assert torch.equal(found, expansion.convolve_expanded(*rest, normalise=True))
+    assert torch.equal(found, expansion.forward(*rest, normalise=True)[0])
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)

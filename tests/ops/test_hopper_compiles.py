@@ -29,8 +29,9 @@ SINGLE = {"KEY_HEADS": 1, "STATE_HEADS": 1, "SUBHEADS": 1, "VALUE_HEADS": 1}
 TYPES = {
     **dict.fromkeys(("beta", "weights", "cumulative", "log_decay", "d_beta", "d_decay", "d_weights"), "*fp32"),
     **dict.fromkeys(("initial", "final", "d_initial", "d_final"), "*fp32"),
-    **dict.fromkeys(("B", "T", "chunks"), "i32"),
-    **dict.fromkeys(("scale", "strongest"), "fp32"),
+    **dict.fromkeys(("norms", "d_taps"), "*fp32"),
+    **dict.fromkeys(("B", "T", "chunks", "segments"), "i32"),
+    **dict.fromkeys(("scale", "strongest", "eps"), "fp32"),
 }
 """Types of arguments that are no bfloat16 tensors."""
 
@@ -73,8 +74,8 @@ else:
 def test_keys_kernel(heads: dict[str, int]) -> None:
     found = compiled("delta_keys", "keys_kernel", heads, 8)
     assert found["shared"] <= SHARED_MEMORY
-    # Products of a pair: 5 in each of two blocks and 4 more, of 4 steps of 16 each.
-    assert found["products"] == 4 * (2 * 5 + 4)
+    # Products of a pair: 7 in each of two blocks and 4 more, of 4 steps of 16 each.
+    assert found["products"] == 4 * (2 * 7 + 4)
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
@@ -95,3 +96,16 @@ def test_walks(heads: dict[str, int]) -> None:
     found = compiled("delta_walk_back", "walk_back_kernel", sizes, 8)
     assert found["products"] == 2 * 8 + 4 * 4
     assert found["shared"] <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("grafted", [False, True])
+@pytest.mark.parametrize("width", [64, 128])
+def test_expansion(width: int, grafted: bool) -> None:
+    constants = {"HEADS": 2, "E": 4, "D": width, "GRAFTED": grafted, "NORMALISE": not grafted}
+    forward = compiled("expansion_forward", "forward_kernel", {**constants, "KEEP": not grafted}, 8)
+    backward = compiled("expansion_backward", "backward_kernel", constants, 8)
+    for found in (forward, backward):
+        # One tile before the loop and one in it, in steps of 16.
+        assert found["products"] == 2 * width // 16
+        # Two programs share a multiprocessor.
+        assert found["shared"] * 2 <= SHARED_MEMORY

@@ -326,6 +326,49 @@ def _launch(z: Tensor, tokens: int) -> tuple[tuple[int, int, int], dict[str, Any
     return (triton.cdiv(length, tokens), heads // group, rows), constants
 
 
+def forward(
+    z: Tensor, weight: Tensor, state: Tensor, *, normalise: bool, bias: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
+    """`convolve_heads` without a gradient; tokens of z may be parts of wider rows, all else is contiguous."""
+    out = torch.empty_like(z, memory_format=torch.contiguous_format)
+    grid, constants = _launch(z, _length(z))
+    with on_device(z):
+        _forward_kernel[grid](
+            z, weight, weight if bias is None else bias, state, out, z.shape[1], eps,
+            NORMALISE=normalise, BIAS=bias is not None, **constants,
+        )  # fmt: skip
+    return out
+
+
+def backward(
+    z: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    d_out: Tensor,
+    d_z: Tensor,
+    d_before: Tensor,
+    *,
+    normalise: bool,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Write the gradients of z and, as ``[B, 3, H * D]``, of the state, given that of `forward`'s result.
+
+    Returns parts of the weight's and the bias' in float32, ``[parts, 4 or 5, H * D]``, which add up to them.
+    """
+    grid, constants = _launch(z, SEGMENT)
+    shape = (grid[2] * grid[0], WIDTH + (bias is not None), len(weight))
+    parts = torch.empty(shape, device=z.device, dtype=torch.float32)
+    # Neighbouring channels side by side, as in z: one layout serves all that the kernel's loop reads.
+    before = state.transpose(1, 2).contiguous()
+    with on_device(z):
+        _backward_kernel[grid](
+            z, weight, weight if bias is None else bias, before, d_out, d_z, d_before, parts,
+            z.shape[1], eps, NORMALISE=normalise, BIAS=bias is not None, **constants,
+        )  # fmt: skip
+    return parts
+
+
 class _ConvolveHeads(torch.autograd.Function):
     """Normalise, eps, z, weight ``[H * D, 4]``, state ``[B, H * D, 3]``, bias or None -> `convolve_heads`."""
 
@@ -334,30 +377,15 @@ class _ConvolveHeads(torch.autograd.Function):
         ctx.normalise, ctx.eps = normalise, eps
         ctx.save_for_backward(*inputs)
         z, weight, state, bias = inputs
-        out = torch.empty_like(z, memory_format=torch.contiguous_format)
-        grid, constants = _launch(z, _length(z))
-        with on_device(z):
-            _forward_kernel[grid](
-                z, weight, weight if bias is None else bias, state, out, z.shape[1], eps,
-                NORMALISE=normalise, BIAS=bias is not None, **constants,
-            )  # fmt: skip
-        return out
+        return forward(z, weight, state, normalise=normalise, bias=bias, eps=eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         z, weight, state, bias = ctx.saved_tensors
-        grid, constants = _launch(z, SEGMENT)
-        # Neighbouring channels side by side, as in z: one layout serves all that the kernel's loop reads.
-        state = state.transpose(1, 2).contiguous()
-        d_z, d_state = torch.empty_like(z, memory_format=torch.contiguous_format), torch.empty_like(state)
-        shape = (grid[2] * grid[0], WIDTH + (bias is not None), len(weight))
-        sums = torch.empty(shape, device=z.device, dtype=torch.float32)
-        with on_device(z):
-            _backward_kernel[grid](
-                z, weight, weight if bias is None else bias, state, grads[0].contiguous(), d_z, d_state, sums,
-                z.shape[1], ctx.eps, NORMALISE=ctx.normalise, BIAS=bias is not None, **constants,
-            )  # fmt: skip
-        sums = sums.sum(0)
+        d_z = torch.empty_like(z, memory_format=torch.contiguous_format)
+        d_before = state.new_empty((len(state), WIDTH - 1, len(weight)))
+        found = (grads[0].contiguous(), d_z, d_before)
+        sums = backward(z, weight, state, *found, normalise=ctx.normalise, bias=bias, eps=ctx.eps).sum(0)
         d_bias = None if bias is None else sums[WIDTH].to(bias.dtype)
-        return None, None, d_z, sums[:WIDTH].t().to(weight.dtype), d_state.transpose(1, 2), d_bias
+        return None, None, d_z, sums[:WIDTH].t().to(weight.dtype), d_before.transpose(1, 2), d_bias

@@ -81,7 +81,8 @@ def values_kernel(
     tl.debug_barrier()
     total = tl.zeros([ROWS, V], tl.float32)
     t = start + tl.arange(0, ROWS)
-    for sub in range(SUBHEADS):
+    # The next subheads are asked for while this one is worked on, so that memory is not waited for.
+    for sub in tl.range(0, SUBHEADS, num_stages=3):
         head = ((value_head // REPEATS) * SUBHEADS + sub) * REPEATS + value_head % REPEATS
         place = ((b * HEADS + head) * chunks * CHUNK + start) * V + tile(ROWS, V, V, 0)
         d_X = tl.load(d_targets + place).to(tl.float32)

@@ -2,8 +2,8 @@
 
 From the projected heads they come by one pass over memory, so the backward makes them again, a few rows of the batch at
 a time. Expanded by E, queries and keys are E times as large as all else a layer holds on to: what it keeps, and its
-peak, hardly grow with E. The forward expands in the same pass; the backward, which needs what the convolutions read, by
-a product before it. Both round alike (`expansion.expand_and_convolve`).
+peak, hardly grow with E. The forward expands in the same pass, and so does the backward on Hopper; elsewhere it needs
+what the convolutions read, and makes it by a product before. All round alike (`expansion.expand_and_convolve`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from longrecall.ops.padding import Newest
-from longrecall.ops.triton import delta_rule, expansion
+from longrecall.ops.triton import convolution, delta_rule, expansion
 from longrecall.ops.triton.convolution import convolve_heads
 from longrecall.ops.triton.launch import on_device
 
@@ -116,14 +116,6 @@ class _Maker:
         rest = (weight.to(y.dtype), y if self.grafted else None, taps, state)
         return expansion.expand_and_convolve(self.active(y), *rest, normalise=normalise)
 
-    def differentiable(self, pieces: Sequence[Any], grafted: Tensor | None, *, normalise: bool) -> Tensor:
-        """As `made`, with gradients, from `active` or projected heads, state, weight and taps."""
-        first, state, weight, taps = pieces
-        if weight is None:
-            return convolve_heads(first, taps, state, normalise=normalise)
-        rest = (weight.to(first.dtype), grafted, taps, state)
-        return expansion.convolve_expanded(first, *rest, normalise=normalise)
-
     def through_activation(self, y: Tensor, d_active: Tensor, out: Tensor) -> None:
         """Write the gradient of y to `out`, given that of the activated heads."""
         if self.activation is functional.silu:
@@ -170,7 +162,7 @@ def _backward(
 ) -> list[Tensor | None]:
     """Gradients of all inputs, in their order."""
     heads, (log_decay, beta, weights, state) = inputs[:HEADS], inputs[HEADS:]
-    d_gates, d_weights = [torch.empty_like(x) for x in (log_decay, beta, state)], torch.zeros_like(weights)
+    d_gates, d_weights = [torch.empty_like(x) for x in (log_decay, beta, state)], []
     queries, keys, values = (_Remade(make, heads[first : first + 4], normalise=first < 8) for first in (0, 4, 8))
     # Values are few: made once for all rows.
     v = values.make(slice(None))
@@ -182,72 +174,68 @@ def _backward(
         # The gradients of q, k and v are written over them: nothing reads them again.
         into = [q, k, v[rows], *(x[rows] for x in d_gates)]
         found = (solved[0][rows], solved[1][rows])
-        d_weights += delta_rule.group_backward(scale, (q, k, v[rows], *gates), found, d_out[rows], d_final[rows], into)
+        given = (found, d_out[rows], d_final[rows], into)
+        d_weights.append(delta_rule.group_backward(scale, (q, k, v[rows], *gates), *given))
         queries.backward(q)
         keys.backward(k)
     values.backward(v)
     d_heads = [x for part in (queries, keys, values) for x in part.gradients()]
-    return [*d_heads, *d_gates[:2], d_weights, d_gates[2]]
+    return [*d_heads, *d_gates[:2], _summed(d_weights, weights.dtype), d_gates[2]]
 
 
 class _Remade:
     """Queries, keys or values in the backward: made again for some rows of the batch after the other."""
 
-    def __init__(self, make: _Maker, heads: Sequence[Tensor], *, normalise: bool) -> None:
-        self.maker, self.normalise = make, normalise
-        self.heads = [x if x is None else x.detach() for x in heads]
-        self.rows: list[slice] = []
-        self.found: list[tuple[Tensor, ...]] = []
-        """Gradients of these rows: projected heads, or what their expansion multiplies; state, weight, if any, taps."""
-        self.d_grafted: list[Tensor] = []
-        """Those of projected heads as the first subheads."""
+    def __init__(self, make: _Maker, heads: Sequence[Any], *, normalise: bool) -> None:
+        self.maker, self.normalise, self.heads = make, normalise, heads
+        y, state, weight, taps = heads
+        self.weight, self.taps = None if weight is None else weight.to(y.dtype).contiguous(), taps.contiguous()
+        self.state = state.to(y.dtype)
+        if weight is not None:
+            # Turned once for all rows into the layout that an expansion's kernels read.
+            self.state = self.state.transpose(1, 2).contiguous().transpose(1, 2)
+        self.d_y, self.d_before = torch.empty_like(y), y.new_empty((len(y), state.shape[2], len(taps)))
+        self.d_weights: list[Tensor] = []
+        self.d_taps: list[Tensor] = []
 
     def make(self, rows: slice) -> Tensor:
-        """What the layer's forward made of these rows, without a gradient."""
-        y, state, weight, taps = self.heads
-        first = y[rows] if weight is None else self.maker.active(y[rows])
-        grafted = [y[rows]] if weight is not None and self.maker.grafted else []
-        pieces = [x if x is None else x.detach().requires_grad_() for x in (first, state[rows], weight, taps, *grafted)]
-        with torch.enable_grad():
-            self.made = self.maker.differentiable(pieces[:4], pieces[4] if grafted else None, normalise=self.normalise)
-        self.leaves = [x for x in pieces if x is not None]
-        self.rows.append(rows)
-        return self.made.detach()
+        """What the layer's forward made of these rows."""
+        self.rows, y = rows, self.heads[0][rows]
+        if self.weight is None:
+            return convolution.forward(y, self.taps, self.state[rows], normalise=self.normalise)
+        grafted = y if self.maker.grafted else None
+        self.made_of = (self.maker.active(y), self.weight, grafted, self.taps, self.state[rows])
+        made, self.kept = expansion.forward(*self.made_of, normalise=self.normalise)
+        return made
 
     def backward(self, d_made: Tensor) -> None:
-        """Keep the gradients of what `make` was made of, given its own."""
-        found = torch.autograd.grad(self.made, self.leaves, d_made)
-        del self.made, self.leaves
-        if self.heads[2] is not None and self.maker.grafted:
-            # Without a copy the gradients of all subheads, of which it is a part, would be kept.
-            self.d_grafted.append(found[-1].clone())
-            found = found[:-1]
-        self.found.append(found)
+        """Keep the gradients of what the last `make` was made of, given its own."""
+        y, d_y, d_before = (x[self.rows] for x in (self.heads[0], self.d_y, self.d_before))
+        if self.weight is None:
+            rest = (self.taps, self.state[self.rows], d_made, d_y, d_before)
+            self.d_taps.append(convolution.backward(y, *rest, normalise=self.normalise))
+            return
+        d_active, d_weight, d_grafted, d_taps = expansion.backward(
+            *self.made_of, self.kept, d_made, d_before, normalise=self.normalise
+        )
+        del self.made_of, self.kept
+        self.maker.through_activation(y, d_active, d_y)
+        if d_grafted is not None:
+            d_y += d_grafted
+        self.d_weights.append(d_weight)
+        self.d_taps.append(d_taps)
 
     def gradients(self) -> list[Tensor | None]:
         """Those of projected heads, state, weight (None where there is none) and taps."""
-        d_first, d_state, *shared = (list(x) for x in zip(*self.found, strict=True))
-        if self.heads[2] is None:
-            return [_joined(d_first), _joined(d_state), None, *map(_summed, shared)]
-        y = self.heads[0]
-        d_y = torch.empty_like(y)
-        for rows, d_active in zip(self.rows, d_first, strict=True):
-            self.maker.through_activation(y[rows], d_active, d_y[rows])
-        for rows, d_head in zip(self.rows, self.d_grafted, strict=self.maker.grafted):
-            d_y[rows] += d_head
-        return [d_y, _joined(d_state), *map(_summed, shared)]
+        _, state, weight, taps = self.heads
+        d_weight = None if weight is None else _summed(self.d_weights, weight.dtype)
+        d_taps = (self.d_taps[0] if len(self.d_taps) == 1 else torch.cat(self.d_taps)).sum(0).t()
+        return [self.d_y, self.d_before.transpose(1, 2).to(state.dtype), d_weight, d_taps.to(taps.dtype)]
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    """The gradient of one input from those of groups of rows; a single one is taken as it is."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _summed(parts: list[Tensor]) -> Tensor:
-    """The gradient of an input that all rows share."""
-    if len(parts) <= 2:
-        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
-    return torch.stack(parts).sum(0, dtype=torch.float32).to(parts[0].dtype)
+def _summed(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The gradient of an input that all rows share, added up in float32."""
+    return parts[0].to(dtype) if len(parts) == 1 else torch.stack(parts).sum(0, dtype=dtype)
 
 
 def _rows_at_a_time(heads: Sequence[Tensor], beta: Tensor) -> int:

@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longrecall.ops.triton import convolution
 from longrecall.ops.triton.convolution import convolve_heads
 from longrecall.ops.triton.expansion_forward import TOKENS, forward_kernel
 from longrecall.ops.triton.hopper import expansion as hopper
@@ -65,8 +66,7 @@ def expand_and_convolve(
         return convolve_heads(expand(y, weight, grafted), taps, state, normalise=normalise, eps=eps)
     y, weight, taps = y.contiguous(), weight.contiguous(), taps.contiguous()
     grafted = grafted if grafted is None else grafted.contiguous()
-    # Neighbouring channels side by side, as in the result.
-    before = state.to(y.dtype).transpose(1, 2).contiguous()
+    before = _before(y, state)
     if hopper.declines(y, weight) is None:
         return hopper.forward(y, weight, grafted, taps, before, normalise, eps)[0]
     heads, width = y.shape[2:]
@@ -82,7 +82,8 @@ def expand_and_convolve(
     return out
 
 
-def convolve_expanded(
+@torch.no_grad()
+def forward(
     y: Tensor,
     weight: Tensor,
     grafted: Tensor | None,
@@ -91,39 +92,50 @@ def convolve_expanded(
     *,
     normalise: bool,
     eps: float = 1e-6,
-) -> Tensor:
-    """As `expand_and_convolve`, whose arguments these are; gradients reach all tensors.
+) -> tuple[Tensor, Tensor | None]:
+    """`expand_and_convolve`, whose arguments these are, all contiguous but the state.
 
-    Only norms are kept for the backward on Hopper beside what is given, elsewhere the expansion.
+    Also what `backward` needs of it: norms on Hopper, None without a norm, and elsewhere the convolution's inputs.
     """
-    if hopper.declines(y, weight) is not None:
-        return convolve_heads(expand(y, weight, grafted), taps, state, normalise=normalise, eps=eps)
-    heads = (y.contiguous(), weight.contiguous(), grafted if grafted is None else grafted.contiguous())
-    before = state.to(y.dtype).transpose(1, 2).contiguous()
-    return cast(Tensor, _ConvolveExpanded.apply(normalise, eps, *heads, taps.contiguous(), before))
+    if hopper.declines(y, weight) is None:
+        return hopper.forward(y, weight, grafted, taps, _before(y, state), normalise, eps, keep=True)
+    z = expand(y, weight, grafted)
+    return convolution.forward(z, taps, state.to(z.dtype).contiguous(), normalise=normalise, eps=eps), z
 
 
-class _ConvolveExpanded(torch.autograd.Function):
-    """Normalise, eps, y, weight, head or None, taps, state ``[B, 3, H * E * D]`` -> ``[B, T, H * E, D]``."""
+def backward(
+    y: Tensor,
+    weight: Tensor,
+    grafted: Tensor | None,
+    taps: Tensor,
+    state: Tensor,
+    kept: Tensor | None,
+    d_out: Tensor,
+    d_before: Tensor,
+    *,
+    normalise: bool,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Gradients of y, weight and grafted heads, given that of `forward`'s result and what it kept.
 
-    @staticmethod
-    def forward(ctx: Any, normalise: bool, eps: float, *inputs: Any) -> Tensor:
-        ctx.normalise = normalise
-        y, weight, grafted, taps, before = inputs
-        out, norms = hopper.forward(y, weight, grafted, taps, before, normalise, eps, keep=True)
-        ctx.save_for_backward(*inputs, norms)
-        return out
+    Also parts of the taps' in float32, ``[parts, 4, H * E * D]``, which add up to it. That of the state is written to
+    `d_before`, ``[B, 3, H * E * D]`` in the dtype of y.
+    """
+    if hopper.declines(y, weight) is None:
+        rest = (taps, _before(y, state), kept, d_out, d_before, normalise)
+        d_z, d_taps = hopper.backward(y, weight, grafted, *rest)
+    else:
+        z, d_z = cast(Tensor, kept), torch.empty_like(d_out)
+        found = (d_out, d_z, d_before)
+        d_taps = convolution.backward(z, taps, state.to(z.dtype), *found, normalise=normalise, eps=eps)
+    d_wide, first = d_z.unflatten(2, (y.shape[2], -1)).flatten(3), 0 if grafted is None else y.shape[3]
+    d_y, d_weight = _expanded_backward(d_wide[..., first:], weight, y)
+    return d_y, d_weight, d_wide[..., :first] if first else None, d_taps
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        y, weight, grafted, taps, before, norms = ctx.saved_tensors
-        d_z, d_taps, d_before = hopper.backward(
-            y, weight, grafted, taps, before, norms, grads[0].contiguous(), ctx.normalise
-        )
-        d_wide, first = d_z.unflatten(2, (y.shape[2], -1)).flatten(3), 0 if grafted is None else y.shape[3]
-        d_y, d_weight = _expanded_backward(d_wide[..., first:], weight, y)
-        return None, None, d_y, d_weight, d_wide[..., :first] if first else None, d_taps, d_before
+
+def _before(y: Tensor, state: Tensor) -> Tensor:
+    """``[B, SIZE, 3]`` -> ``[B, 3, SIZE]`` in the dtype of y: neighbouring channels side by side, as in the result."""
+    return state.to(y.dtype).transpose(1, 2).contiguous()
 
 
 def declines(y: Tensor, weight: Tensor) -> str | None:

@@ -113,16 +113,12 @@ def _both(partial):
 
 
 @gluon.jit
-def _inner(S, d_S):
-    """Sums of S x S bar over the 8 neighbours that a thread has ``[128, 8]``."""
-    x = S.load(BLOCK_COPY).to(gl.float32) * d_S.load(BLOCK_COPY).to(gl.float32)
-    return gl.sum(x.reshape([WIDTH, BLOCK // 8, 8]), 2)
-
-
-@gluon.jit
-def _by_warp(x):
-    """Sums of what `_inner` returns over each warp's share ``[8]``."""
-    return gl.sum(gl.sum(gl.sum(x.reshape([WIDTH // (4 * WARPS), WARPS, 4, BLOCK // 8]), 3), 2), 0)
+def _exp(x):
+    """e^x in two instructions, not five: results below 2^-126 are 0."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 p; mul.f32 p, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, p; }",
+        "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -132,37 +128,43 @@ def _add(x, y):
 
 
 @gluon.jit
-def _keep_scores(reads, writes, numbers, scores, scale):
-    """The gradients of both kinds of scores, rounded, and what the second gives keys: times beta."""
+def _keep_scores(reads, writes, same, numbers, scores, scale):
+    """The gradients of both kinds of scores, rounded, and what the second gives keys: times beta.
+
+    Returns the sums of the diagonal of `same` by row and warp group ``[64, 2]``.
+    """
     i = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, SQUARE))[:, None]
     j = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, SQUARE))[None, :]
     G_i = numbers[0].load(gl.SliceLayout(1, SQUARE))[:, None]
     G_j = numbers[0].load(gl.SliceLayout(0, SQUARE))[None, :]
     strength = numbers[1].load(gl.SliceLayout(1, SQUARE))[:, None]
-    decay = gl.where(i >= j, gl.exp(gl.where(i >= j, G_i - G_j, 0.0)), 0.0)
+    decay = gl.where(i >= j, _exp(G_i - G_j), 0.0)
     writes *= gl.where(i > j, -decay, 0.0)
     scores[0].store((reads * (decay * scale)).to(gl.bfloat16))
     scores[1].store(writes.to(gl.bfloat16))
     scores[2].store((writes * strength).to(gl.bfloat16))
+    return gl.sum(gl.where(i == j, same, 0.0).reshape([CHUNK, 2, CHUNK // 2]), 2)
 
 
 @gluon.jit
-def _finish(read, written, kept, tiles, numbers, scores, sums, weight, last, scale):
+def _finish(read, written, kept, product, tiles, numbers, scores, sums, weight, last, scale):
     """The gradients of queries and keys ``[64, 128]``, and their sums by row to `sums`.
 
-    `read`, `written` and `kept` are what the chunk's queries, keys and writes have to do with states.
+    `read`, `written` and `kept` are what the chunk's queries, keys and writes have to do with states; `product`
+    ``[64, 2]`` sums to <S bar, S>.
     """
     queries, keys = tiles
     G = numbers[0].load(gl.SliceLayout(1, WIDE))[:, None]
     strength = numbers[1].load(gl.SliceLayout(1, WIDE))[:, None]
     d_k = gl.zeros([CHUNK, WIDTH], gl.float32, WIDE)
     d_k = warpgroup_mma(scores[0].permute((1, 0)), queries, d_k, use_acc=False, is_async=True)
-    a = gl.exp(G)
+    a = _exp(G)
     d_q = warpgroup_mma(scores[0], keys, read * (a * scale), is_async=True)
     d_written = warpgroup_mma(scores[1], keys, written * -a, is_async=True)
-    kept *= gl.exp(last - G)
+    kept *= _exp(last - G)
     key = keys.load(WIDE).to(gl.float32)
-    sums[3].store(_by_warp_group(kept * key))
+    after = _by_warp_group(kept * key)
+    sums[3].store(after + _exp(last) * gl.convert_layout(product, after.type.layout, assert_trivial=True))
     d_k = warpgroup_mma_wait(2, deps=[d_k])
     # The weight is not rounded with the scores: what a token reads of itself then cancels in the decay's gradient.
     d_k = warpgroup_mma(scores[2].permute((1, 0)), keys, d_k * weight + kept, is_async=True)
@@ -185,23 +187,23 @@ def _store_tiles(d_queries, d_keys, tiles, first, tokens, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _store_numbers(d_beta, d_decay, d_weights, sums, numbers, weight, last, first, tokens, here, HEADS: gl.constexpr):
+def _store_numbers(results, sums, strength, weight, first, tokens, here, HEADS: gl.constexpr):
     """The gradients of gates and weight from the sums by row."""
-    by_read, by_written, by_key, by_kept = _both(sums[0]), _both(sums[1]), _both(sums[2]), _both(sums[3])
+    _, _, d_beta, d_decay, d_weights = results
+    by_read, by_written, by_key, after = _both(sums[0]), _both(sums[1]), _both(sums[2]), _both(sums[3])
     i = gl.arange(0, CHUNK, layout=LINE)
-    d_G = numbers[1].load(LINE) * by_written + weight * by_read - by_key
-    product = gl.sum(sums[4].load(gl.BlockedLayout([WARPS], [32], [WARPS], [0])), 0)
-    d_G += gl.where(i == CHUNK - 1, gl.exp(last) * product + gl.sum(by_kept, 0), 0.0)
+    d_G = strength * by_written + weight * by_read - by_key
+    d_G += gl.where(i == CHUNK - 1, gl.sum(after, 0), 0.0)
     # G is a cumulative sum of the log decays: its gradient is summed from the end of the chunk.
     d_g = gl.associative_scan(d_G, 0, _add, reverse=True)
     gl.store(d_beta + first + i * HEADS, by_written, mask=i < tokens)
     gl.store(d_decay + first + i * HEADS, d_g, mask=i < tokens)
-    gl.store(d_weights + here, gl.sum(by_read, 0))
+    gl.store(d_weights + here, gl.sum(by_read, 0), mask=tokens > 0)
 
 
 @gluon.jit
 def _buffers():
-    """Shared memory: the ring, queries and keys, G and beta, three kinds of scores, sums by row and of <S bar, S>.
+    """Shared memory: the ring, queries and keys, G and beta, three kinds of scores, sums by row.
 
     All apart, as the compiler puts a barrier between any two accesses to one buffer of which one writes.
     """
@@ -224,22 +226,27 @@ def _buffers():
     by_written = gl.allocate_shared_memory(gl.float32, [CHUNK, 2], TWO)
     by_key = gl.allocate_shared_memory(gl.float32, [CHUNK, 2], TWO)
     by_kept = gl.allocate_shared_memory(gl.float32, [CHUNK, 2], TWO)
-    by_state = gl.allocate_shared_memory(gl.float32, [WARPS], ONE)
     ring, tiles, numbers = (d_o, U, d_X, S, d_S), (queries, keys), (G, strength)
-    return ring, tiles, numbers, (reads, writes, stronger), (by_read, by_written, by_key, by_kept, by_state)
+    return ring, tiles, numbers, (reads, writes, stronger), (by_read, by_written, by_key, by_kept)
 
 
 @gluon.jit
-def _multiply(ring, slot, reads, writes, read, written, kept):
-    """Begin all products over the value channels of a block."""
+def _multiply(ring, slot, sums, MORE: gl.constexpr):
+    """Begin all products over the value channels of a block, 7 of them. `MORE`: add to the sums there are."""
+    reads, writes, same, read, written, kept = sums
     d_o, U, d_X = ring[0].index(slot), ring[1].index(slot), ring[2].index(slot)
     S, d_S = ring[3].index(slot), ring[4].index(slot)
-    reads = warpgroup_mma(d_o, U.permute((1, 0)), reads, is_async=True)
-    writes = warpgroup_mma(d_X, U.permute((1, 0)), writes, is_async=True)
-    read = warpgroup_mma(d_o, S.permute((1, 0)), read, is_async=True)
-    written = warpgroup_mma(d_X, S.permute((1, 0)), written, is_async=True)
-    kept = warpgroup_mma(U, d_S.permute((1, 0)), kept, is_async=True)
-    return reads, writes, read, written, kept
+    reads = warpgroup_mma(d_o, U.permute((1, 0)), reads, use_acc=MORE, is_async=True)
+    writes = warpgroup_mma(d_X, U.permute((1, 0)), writes, use_acc=MORE, is_async=True)
+    read = warpgroup_mma(d_o, S.permute((1, 0)), read, use_acc=MORE, is_async=True)
+    written = warpgroup_mma(d_X, S.permute((1, 0)), written, use_acc=MORE, is_async=True)
+    kept = warpgroup_mma(U, d_S.permute((1, 0)), kept, use_acc=MORE, is_async=True)
+    # <S bar, S> is the sum of this one's diagonal, for less than the states cost to read and to unpack.
+    half, d_half = S.slice(0, CHUNK, 0), d_S.slice(0, CHUNK, 0)
+    same = warpgroup_mma(half, d_half.permute((1, 0)), same, use_acc=MORE, is_async=True)
+    half, d_half = S.slice(CHUNK, CHUNK, 0), d_S.slice(CHUNK, CHUNK, 0)
+    same = warpgroup_mma(half, d_half.permute((1, 0)), same, is_async=True)
+    return reads, writes, same, read, written, kept
 
 
 @gluon_kernel
@@ -257,52 +264,51 @@ def keys_kernel(
     HEADS: gl.constexpr = (KEY_HEADS, STATE_HEADS, SUBHEADS, VALUE_HEADS)
     ring, tiles, numbers, scores, sums = _buffers()
     blocks, rows = (d_out, corrections, d_targets, states, d_states), (q, k, cumulative, beta)
+    results = (d_queries, d_keys, d_beta, d_decay, d_weights)
     pairs, step = B * STATE_HEADS * chunks, gl.num_programs(0)
     for c in gl.static_range(3):
         _fetch_block(blocks, ring, c, (c % 2) * BLOCK, gl.program_id(0) + (c // 2) * step, pairs, T, chunks, HEADS)
     slot = 0
+    # Of the pair before, which leaves shared memory during the products of this one: at first there is none.
+    first, weight = gl.program_id(0).to(gl.int64), gl.load(weights)
+    here, tokens = first, T * 0
     for pair in range(gl.program_id(0), pairs, step):
+        # Both blocks of this pair are there: the group of copies that is not is of the next one's first.
+        async_copy.wait_group(1)
+        gl.thread_barrier()
+        fence_async_shared()
+        small, large = gl.zeros([CHUNK, CHUNK], gl.float32, SQUARE), gl.zeros([CHUNK, WIDTH], gl.float32, WIDE)
+        products = _multiply(ring, slot, (small, small, small, large, large, large), False)
+        products = _multiply(ring, (slot + 1) % RING, products, True)
+        _store_tiles(d_queries, d_keys, tiles, first * WIDTH, tokens, STATE_HEADS)
+        strength = numbers[1].load(LINE)
+        gl.thread_barrier()
+        _fetch_keys(rows, tiles, numbers, pair, T, chunks, HEADS)
+        products = warpgroup_mma_wait(7, deps=products)
+        gl.thread_barrier()
+        _fetch_block(blocks, ring, slot, BLOCK, pair + step, pairs, T, chunks, HEADS)
+        slot = (slot + 1) % RING
+        _store_numbers(results, sums, strength, weight, first, tokens, here, STATE_HEADS)
         n, b, value_head, group, head = _place(pair, chunks, HEADS)
-        here, tokens = (b * STATE_HEADS + head) * chunks + n, T - n * CHUNK
+        first, tokens = (b * T + n * CHUNK) * STATE_HEADS + head, T - n * CHUNK
+        here = (b * STATE_HEADS + head) * chunks + n
         weight = gl.load(weights + value_head * SUBHEADS + group % SUBHEADS)
         last = gl.load(cumulative + here * CHUNK + CHUNK - 1)
-        reads, writes = gl.zeros([CHUNK, CHUNK], gl.float32, SQUARE), gl.zeros([CHUNK, CHUNK], gl.float32, SQUARE)
-        read, written = gl.zeros([CHUNK, WIDTH], gl.float32, WIDE), gl.zeros([CHUNK, WIDTH], gl.float32, WIDE)
-        kept = gl.zeros([CHUNK, WIDTH], gl.float32, WIDE)
-        # Groups of copies end in the order in which they began: of this pair's blocks, of its keys, of the next one's.
-        async_copy.wait_group(2)
-        gl.thread_barrier()
-        fence_async_shared()
-        reads, writes, read, written, kept = _multiply(ring, slot, reads, writes, read, written, kept)
-        _fetch_keys(rows, tiles, numbers, pair, T, chunks, HEADS)
-        product = _inner(ring[3].index(slot), ring[4].index(slot))
-        reads, writes, read, written, kept = warpgroup_mma_wait(0, deps=[reads, writes, read, written, kept])
-        async_copy.wait_group(2)
-        gl.thread_barrier()
-        fence_async_shared()
-        slot = (slot + 1) % RING
-        reads, writes, read, written, kept = _multiply(ring, slot, reads, writes, read, written, kept)
-        # All warps are done with the block before, and below with this one: their places are filled again.
-        _fetch_block(blocks, ring, (slot + 2) % RING, BLOCK, pair + step, pairs, T, chunks, HEADS)
-        product += _inner(ring[3].index(slot), ring[4].index(slot))
-        reads, writes, read, written, kept = warpgroup_mma_wait(0, deps=[reads, writes, read, written, kept])
+        reads, writes, same, read, written, kept = warpgroup_mma_wait(0, deps=products)
         async_copy.wait_group(1)
         gl.thread_barrier()
         _fetch_block(blocks, ring, slot, 0, pair + 2 * step, pairs, T, chunks, HEADS)
         slot = (slot + 1) % RING
-        _keep_scores(reads, writes, numbers, scores, scale)
-        sums[4].store(_by_warp(product))
+        product = _keep_scores(reads, writes, same, numbers, scores, scale)
         fence_async_shared()
         gl.thread_barrier()
-        d_q, d_k = _finish(read, written, kept, tiles, numbers, scores, sums, weight, last, scale)
+        d_q, d_k = _finish(read, written, kept, product, tiles, numbers, scores, sums, weight, last, scale)
         gl.thread_barrier()
         tiles[0].store(d_q.to(gl.bfloat16))
         tiles[1].store(d_k.to(gl.bfloat16))
-        gl.thread_barrier()
-        token = b * T + n * CHUNK
-        _store_tiles(d_queries, d_keys, tiles, (token * STATE_HEADS + head) * WIDTH, tokens, STATE_HEADS)
-        first = token * STATE_HEADS + head
-        _store_numbers(d_beta, d_decay, d_weights, sums, numbers, weight, last, first, tokens, here, STATE_HEADS)
+    gl.thread_barrier()
+    _store_tiles(d_queries, d_keys, tiles, first * WIDTH, tokens, STATE_HEADS)
+    _store_numbers(results, sums, numbers[1].load(LINE), weight, first, tokens, here, STATE_HEADS)
 
 
 def keys_backward(tensors: tuple[Tensor, ...], scale: float, processors: int) -> None:

@@ -69,12 +69,13 @@ def backward(
     before: Tensor,
     norms: Tensor | None,
     d_out: Tensor,
+    d_before: Tensor,
     normalise: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the convolution's inputs, the taps and the state, given that of `forward`'s result and its norms.
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the convolution's inputs, given that of `forward`'s result and its norms; as d_out.
 
-    Shapes and dtypes are those of what they are gradients of; the first is as d_out, ``[B, T, H * E, D]``. The
-    gradients of y and of the weight are left to products with it.
+    Also parts of the taps', ``[parts, 4, H * E * D]`` in float32, which add up to it. That of the state is written to
+    `d_before`. The gradients of y and of the weight are left to products with the first.
     """
     from longrecall.ops.triton.hopper.expansion_backward import backward_kernel
     from longrecall.ops.triton.hopper.streams import STREAMS, plan
@@ -83,7 +84,7 @@ def backward(
     subheads = len(taps) // width
     segments, chunks = plan(y, subheads, each=BACKWARDS)
     programs = triton.cdiv(rows * segments, STREAMS)
-    d_z, d_before = torch.empty_like(d_out), torch.empty_like(before)
+    d_z = torch.empty_like(d_out)
     d_taps = taps.new_empty((programs * STREAMS, 4, len(taps)), dtype=torch.float32)
     with on_device(y):
         backward_kernel[(subheads, programs)](
@@ -92,4 +93,4 @@ def backward(
             HEADS=heads, E=subheads // heads, D=width, GRAFTED=grafted is not None, NORMALISE=normalise,
             num_warps=STREAMS, maxnreg=REGISTERS // BACKWARDS // 8 * 8,
         )  # fmt: skip
-    return d_z, d_taps.sum(0).t().to(taps.dtype), d_before
+    return d_z, d_taps

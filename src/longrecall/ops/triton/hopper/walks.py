@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 WIDTH = 128
 """Key and value channels of the states that these kernels hold."""
 
-ALIGNED = 16
-"""Bytes that a copy into shared memory moves at a time, from addresses that are multiples of them."""
+FEWEST = 3
+"""One state for so many multiprocessors is enough for whole states to be as fast as halves and segments: measured."""
 
 
 def serve(plan: _Plan, *tensors: Tensor) -> bool:
@@ -24,13 +24,10 @@ def serve(plan: _Plan, *tensors: Tensor) -> bool:
     A program holds a whole state, so they are half as many as the plain kernels' programs. With so few states that most
     multiprocessors would have none, the plain kernels' halves and segments keep more of them busy.
     """
-    if (
-        plan.key_width != WIDTH
-        or plan.value_width != WIDTH
-        or 2 * plan.rows * plan.heads <= launch.processors(tensors[0])
-    ):
+    if plan.key_width != WIDTH or plan.value_width != WIDTH:
         return False
-    return hopper.declines(tensors[0]) is None and all(x.data_ptr() % ALIGNED == 0 for x in tensors)
+    states = plan.rows * plan.heads
+    return states * FEWEST > launch.processors(tensors[0]) and hopper.declines(*tensors) is None
 
 
 def walk(plan: _Plan, tensors: tuple[Tensor, ...], read: bool) -> None:
