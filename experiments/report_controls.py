@@ -89,7 +89,7 @@ def parts() -> dict[str, list[Cell]]:
 
 def control_counts_table() -> str:
     """How the controls came out; the means are those of the cells whose control ended."""
-    (ended, left), beside = controls(), with_retrieval()
+    (ended, _), beside = controls(), with_retrieval()
     lines = []
     for name, cells in parts().items():
         rows = [ended[cell]["accuracy"] for cell in cells if cell in ended]
@@ -97,11 +97,9 @@ def control_counts_table() -> str:
         counts.append(sum(value >= REACHED for value in rows))
         with_it = [beside[cell] for cell in cells if cell in ended and cell in beside]
         means = [number(statistics.mean(rows)) if rows else "", share(statistics.mean(with_it)) if with_it else ""]
-        late = sum(cell in left for cell in cells)
-        rest = (late, len(cells) - len(rows) - late)
-        lines.append([name, *map(str, (len(cells), len(rows), *counts)), *means, *map(str, rest)])
+        lines.append([name, *map(str, (len(cells), len(rows), *counts)), *means])
     head = ["cells of", "cells", "ended", *BANDS, f"at {number(REACHED)}", "mean", "mean with the layer"]
-    return table([*head, "cut off", NOT_RUN], lines, texts=1)
+    return table(head, lines, texts=1)
 
 
 def best_runs(ended_only: bool = False) -> dict[Cell, tuple[Row, bool, bool]]:

@@ -84,21 +84,19 @@ def accuracies(file: str, mixers: tuple[str, ...], layers: tuple[int | None, ...
 
 
 def counts_table() -> str:
-    """How many cells with retrieval were run, by width and layer."""
+    """How the cells with retrieval came out, by width and layer: the best evaluation of each run and its last."""
     open_runs = stopped()
     rows = {cell: row for cell, row in best_rows(PRESENT).items() if cell not in open_runs}
     lines = []
     for width, layer in [(w, i) for w in RESONA_WIDTHS for i in LAYERS] + [(None, None)]:
         cells = [c for c in grid() if width is None or (c[1], c[3]) == (layer, width)]
-        ended = [c for c in cells if c in rows]
-        cut_off = [c for c in cells if c in open_runs]
-        known = [[rows[c] for c in ended], [open_runs[c] for c in cut_off]]
-        reached = [sum(run["accuracy"] >= REACHED for run in runs) for runs in known]
-        counts = (len(cells), sum(reached), len(ended), reached[0], len(cut_off), reached[1])
+        ended = [rows[c] for c in cells if c in rows]
+        counts = [sum(row["accuracy"] >= mark for row in ended) for mark in (REACHED, STOP)]
+        lowest = [min(row["accuracy"] for row in ended), min(row["history"][-1][2] for row in ended)]
         names = ["all", ""] if width is None else [str(width), str(layer)]
-        lines.append([*names, *map(str, (*counts, len(cells) - len(ended) - len(cut_off)))])
-    head = ["d", "layer", "cells", f"at {number(REACHED)}", "ended", "of them", "cut off", "of them", "not run"]
-    return table(head, lines)
+        lines.append([*names, *map(str, (len(cells), len(ended), *counts)), *map(share, lowest)])
+    head = ["d", "layer", "cells", "ended", f"at {number(REACHED)}", f"at {number(STOP, digits=4)}", "lowest"]
+    return table([*head, "lowest at the end"], lines)
 
 
 def epochs_table() -> str:

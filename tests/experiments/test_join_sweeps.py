@@ -69,8 +69,10 @@ def test_rows_by_key_and_what_is_left(join_sweeps: ModuleType, record: dict[str,
     for accuracy, best in ((0.2, stopped), (0.8, later_one)):
         again, _ = join_sweeps.joined(result, [{"rows": [], "running": [row(specs[3], accuracy, 5.5)]}])
         assert again["left"]["cut_off"] == [name(1, 16), best]
-    whole, _ = join_sweeps.joined(result, [{"rows": [row(specs[1]), row(specs[3])]}])
+    # A run that ended stands for its cell, also where a stopped one had been higher.
+    whole, _ = join_sweeps.joined(result, [{"rows": [row(specs[1]), row(specs[3], 0.3)]}])
     assert whole["complete"] and whole["left"] == {"cut_off": [], "not_started": []}
+    assert [r["accuracy"] for r in whole["rows"] if r["key"] == specs[3].key] == [0.3]
 
 
 def test_another_recipe_begins_empty(join_sweeps: ModuleType, record: dict[str, Any]) -> None:
