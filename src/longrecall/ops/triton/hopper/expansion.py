@@ -41,7 +41,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """`expansion.expand_and_convolve`, whose arguments these are; `before` is its state as ``[B, 3, H * E * D]``.
 
-    Also what `backward` needs of it, `keep`: -ln 2 / norm ``[B, T, H * E]`` in float32; None where there is no norm.
+    Also what `backward` needs of it, `keep`: 1 / norm ``[B, T, H * E]`` in float32; None where there is no norm.
     """
     from longrecall.ops.triton.hopper.expansion_forward import forward_kernel
     from longrecall.ops.triton.hopper.streams import STREAMS, plan

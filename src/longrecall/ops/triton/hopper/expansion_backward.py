@@ -5,8 +5,8 @@ to the first, forms the convolution's inputs again and writes their gradients. A
 follow each other; two programs fit a multiprocessor, and one multiplies while the other does the rest. The gradients of
 y and of the weight are left to products of what is written.
 
-All formulas are those of `ops.triton.convolution` at other scales: taps are multiplied by -log2 e, gradients of the
-convolution's output by -ln 2. Norms are those that the forward kept.
+All formulas are those of `ops.triton.convolution`; taps are halved, so gradients of the convolution's output are
+doubled. Norms are those that the forward kept.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from longrecall.ops.triton.hopper.launch import gluon_kernel
 from longrecall.ops.triton.hopper.streams import (
-    LN2,
-    LOG2E,
     convolve,
     fetch,
     form,
@@ -45,21 +43,19 @@ PRODUCTS = gl.constexpr(_products())
 
 @gluon.jit
 def _slope(d, y, s, inverse, product, NORMALISE: gl.constexpr):
-    """-ln 2 times the gradient of the convolution, given that of the result.
+    """Twice the gradient of the convolution, given that of the result.
 
-    `y` and `s` are those of `convolve`, `inverse` is -1 / |y|, `product` is <d, y>.
+    `y` and `s` are those of `convolve`, `inverse` is 1 / |y|, `product` is <d, y>.
     """
-    silu = (s * LN2 - LN2) * y + s
+    silu = (2.0 - s) * y + s
     if NORMALISE:
         d = (d - y * gl.expand_dims(product * (inverse * inverse), 2)) * gl.expand_dims(inverse, 2)
-    else:
-        d *= -LN2
     return d * silu
 
 
 @gluon.jit
 def _two(d0, d1, x0, x1, x2, x3, x4, taps, inverse, NORMALISE: gl.constexpr):
-    """-ln 2 times the gradients of the convolution at two tokens; their inputs are x3 and x4."""
+    """Twice the gradients of the convolution at two tokens; their inputs are x3 and x4."""
     y0, s0 = convolve(x0, x1, x2, x3, taps)
     y1, s1 = convolve(x1, x2, x3, x4, taps)
     p0, p1 = inverse
@@ -148,7 +144,7 @@ def _leave(d_state, d_taps, later, sums, taps, begins, SIZE: gl.constexpr, A: gl
     gl.store(d_state + SIZE, _to_input(zero, zero, later[0], later[1], taps, A, D), mask=begins)
     gl.store(d_state, _to_input(zero, zero, zero, later[0], taps, A, D), mask=begins)
     for n in gl.static_range(4):
-        gl.store(d_taps + n * SIZE, narrow(sums[n] * -LOG2E, A, D))
+        gl.store(d_taps + n * SIZE, narrow(sums[n] * 0.5, A, D))
 
 
 @gluon_kernel

@@ -13,8 +13,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from longrecall.ops.triton.hopper.launch import gluon_kernel
 from longrecall.ops.triton.hopper.streams import (
-    LN2,
-    LOG2E,
     before,
     convolve,
     fetch,
@@ -31,10 +29,10 @@ from longrecall.ops.triton.hopper.streams import (
 
 
 def _norms() -> str:
-    """PTX: from sums of squares of four tokens, a lane's part, and eps: -1 / norm of each."""
+    """PTX: from sums of squares of four tokens, a lane's part, and eps: 1 / norm of each."""
     lines = [".reg .b32 a<4>, s, k, t, r, lane;", ".reg .pred p;"]
     lines += [f"mov.b32 a{i}, ${4 + i};" for i in range(4)]
-    lines += [*summing(4), "add.f32 s, a0, $8;", "rsqrt.approx.ftz.f32 s, s;", "neg.f32 s, s;"]
+    lines += [*summing(4), "add.f32 s, a0, $8;", "rsqrt.approx.ftz.f32 s, s;"]
     lines += [f"shfl.sync.idx.b32 ${i}, s, {8 * i}, 31, -1;" for i in range(4)]
     return "{ " + " ".join(lines) + " }"
 
@@ -56,8 +54,7 @@ def _half(
     y2, y3 = convolve(x2, x3, x4, x5, taps)[0], convolve(x3, x4, x5, x6, taps)[0]
     if NORMALISE:
         n0, n1, n2, n3 = gl.sum(y0 * y0, 2), gl.sum(y1 * y1, 2), gl.sum(y2 * y2, 2), gl.sum(y3 * y3, 2)
-        # What the scale of y divides out again it takes from eps.
-        small = gl.full_like(n0, 0.0) + eps * (LOG2E * LOG2E)
+        small = gl.full_like(n0, 0.0) + eps
         n0, n1, n2, n3 = gl.inline_asm_elementwise(
             NORMS, REGISTERS, [n0, n1, n2, n3, small],
             dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
@@ -69,8 +66,6 @@ def _half(
             gl.store(norms + (n + 2) * (SIZE // D), n2, mask=n + 2 < rest)
             gl.store(norms + (n + 3) * (SIZE // D), n3, mask=n + 3 < rest)
         y0, y1, y2, y3 = y0 * n0[:, :, None], y1 * n1[:, :, None], y2 * n2[:, :, None], y3 * n3[:, :, None]
-    else:
-        y0, y1, y2, y3 = y0 * -LN2, y1 * -LN2, y2 * -LN2, y3 * -LN2
     gl.store(there + n * SIZE, narrow(y0.to(gl.bfloat16), A, D), mask=(n < left)[:, None])
     gl.store(there + (n + 1) * SIZE, narrow(y1.to(gl.bfloat16), A, D), mask=(n + 1 < left)[:, None])
     gl.store(there + (n + 2) * SIZE, narrow(y2.to(gl.bfloat16), A, D), mask=(n + 2 < left)[:, None])
