@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from longrecall.cli.info import backends_as_text, describe_backends
 from longrecall.cli.main import main
 from longrecall.ops import BACKENDS
 from longrecall.ops.triton import backend as triton
@@ -29,6 +30,39 @@ def test_backends_are_listed_with_their_reasons(
     monkeypatch.setattr(triton, "_installed", lambda: False)
     assert main(["info", "--backends"]) == 0
     assert 'not usable: Triton is not installed; pip install "longrecall[gpu]"' in capsys.readouterr().out
+
+
+def test_plain_kernels_say_why_those_for_hopper_do_not_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(triton, "unavailable", lambda: None)
+    monkeypatch.setattr(triton, "without_gluon", lambda: "LONGRECALL_GLUON is 0")
+    backends = describe_backends()
+    monkeypatch.undo()
+    assert [row["name"] for row in backends if "without_gluon" in row] == ["triton"]
+    (row,) = (row for row in backends if row["name"] == "triton")
+    said = backends_as_text([row | {"usable": True}])
+    assert said.endswith("triton runs without its kernels for Hopper: LONGRECALL_GLUON is 0")
+    for other in ({"without_gluon": None, "usable": True}, {"usable": False}):
+        assert "for Hopper" not in backends_as_text([row | other])
+
+
+def test_why_gluon_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order in which a user can do something about it; the last word is that of the package itself."""
+    monkeypatch.setattr(triton, "unavailable", lambda: "there is no CUDA device")
+    assert triton.without_gluon() == "there is no CUDA device"
+    monkeypatch.setattr(triton, "unavailable", lambda: None)
+    pytest.importorskip("triton")
+    from longrecall.ops.triton import hopper
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(hopper, "_unsuitable", lambda device: f"device {device} is no Hopper")
+    monkeypatch.delenv(hopper.SWITCH, raising=False)
+    assert triton.without_gluon() == "device 0 is no Hopper"
+    monkeypatch.setenv(hopper.SWITCH, "0")
+    assert triton.without_gluon() == "LONGRECALL_GLUON is 0"
 
 
 def test_old_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,14 +113,20 @@ def describe(
 
 
 def describe_backends() -> list[dict[str, Any]]:
-    """Return every backend of the recurrences: its ops, what it is good for, and why it cannot run here, if so."""
+    """Return every backend of the recurrences: its ops, what it is good for, and why it cannot run here, if so.
+
+    Of "triton" also `without_gluon`: why its kernels for Hopper leave everything to the plain ones; None = they do not.
+    """
     from longrecall.ops import BACKENDS
+    from longrecall.ops.triton.backend import without_gluon
 
     found = []
     for backend in BACKENDS.values():
         reason = None if backend.unavailable is None else backend.unavailable()
         facts = {"name": backend.name, "usable": reason is None, "reason": reason, "purpose": backend.purpose}
         found.append({**facts, "ops": sorted([*backend.functions, *backend.inside_layers])})
+        if backend.name == "triton":
+            found[-1]["without_gluon"] = without_gluon()
     return found
 
 
@@ -133,7 +139,11 @@ def backends_as_text(backends: Sequence[dict[str, Any]]) -> str:
         state = "usable" if backend["usable"] else f"not usable: {backend['reason']}"
         rows.append((backend["name"], state, backend["purpose"]))
     lines = [line.rstrip() for line in aligned(rows, left=3)]
-    return "\n".join([*lines, *(f"{backend['name']} serves {', '.join(backend['ops'])}" for backend in backends)])
+    lines += [f"{backend['name']} serves {', '.join(backend['ops'])}" for backend in backends]
+    for backend in backends:
+        if backend["usable"] and backend.get("without_gluon"):
+            lines.append(f"{backend['name']} runs without its kernels for Hopper: {backend['without_gluon']}")
+    return "\n".join(lines)
 
 
 def as_text(facts: dict[str, Any]) -> str:

@@ -60,6 +60,14 @@ def unavailable() -> str | None:
     return None
 
 
+def without_gluon() -> str | None:
+    """Why the kernels in Gluon for Hopper, which stand in for some of these, cannot run here; None = they can."""
+    if reason := unavailable():
+        return reason
+    why: str | None = importlib.import_module("longrecall.ops.triton.hopper").unavailable()
+    return why
+
+
 @functools.cache
 def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None

@@ -46,6 +46,15 @@ def declines(x: Tensor, *others: Tensor) -> str | None:
     return _unsuitable(x.get_device())
 
 
+def unavailable() -> str | None:
+    """Why none of these kernels runs on this machine, in words; None = they can, for what `declines` lets through."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH} is 0"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    return _unsuitable(torch.cuda.current_device())
+
+
 @functools.cache
 def _unsuitable(device: int) -> str | None:
     """Why the device of this number or the Triton installed has no Gluon that fits."""
