@@ -20,6 +20,7 @@ from longrecall.ops import (
     products,
 )
 from longrecall.ops.packing import pack, unpack
+from longrecall.ops.triton import backend as triton
 
 # Kernels do not know float64; test_triton_linear.py and test_gpu.py are theirs.
 FAST = [name for name, backend in BACKENDS.items() if name != "reference" and not backend.kernels]
@@ -191,6 +192,17 @@ def test_poisoned_future_does_not_reach_the_past() -> None:
         inputs[2][:, 41:] = float("nan")
         dirty, _ = op(*inputs[:-1], initial_state=inputs[-1], backend="reference")
         assert torch.allclose(dirty[:, :41], clean[:, :41], atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["reference", *FAST, "triton"])
+@pytest.mark.parametrize("case", ["head_decay", "gated_delta", "merged_head_decay"])
+def test_a_batch_without_rows_has_outputs_without_rows(case: str, backend: str) -> None:
+    if backend == "triton" and (reason := triton.unavailable()):
+        pytest.skip(reason)
+    op, inputs = make(case, 20, torch.float32)
+    inputs = [x if x.dim() == 2 else x[:0] for x in inputs]
+    o, final = op(*inputs[:-1], initial_state=inputs[-1], backend=backend)
+    assert o.shape == (0, 20, H, V) and torch.equal(final, inputs[-1])
 
 
 def test_empty_sequence_returns_the_state() -> None:

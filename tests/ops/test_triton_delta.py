@@ -369,6 +369,20 @@ def test_a_layer_keeps_what_it_projects_and_what_it_reads(monkeypatch: pytest.Mo
 
 
 @interpreted
+@pytest.mark.parametrize("backend", ["triton", "chunked"])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_layer_takes_a_batch_without_rows(factor: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGRECALL_BACKEND", backend)
+    layer = GatedDeltaNetConfig.from_dict(SIZES | {"expansion": {"kind": "headwise", "factor": factor}}).build(24)
+    x = torch.zeros(0, 20, 24, requires_grad=True)
+    y, state = layer(x, None, mask=None, position=torch.zeros(0, dtype=torch.long))
+    y.sum().backward()
+    assert y.shape == x.shape and x.grad is not None and state["recurrent"].shape == (0, factor, 16, 16)
+    q, v, beta = torch.zeros(0, 20, factor, 16), torch.zeros(0, 20, 1, 16), torch.zeros(0, 20, factor)
+    assert subhead_delta_rule(q, q, v, None, beta, backend=backend)[0].shape == v.shape
+
+
+@interpreted
 def test_what_a_layer_leaves_to_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = GatedDeltaNetConfig.from_dict(SIZES).build(24), torch.zeros(1, 20, 24)
     assert "not on a GPU" in str(fused_delta.declines(layer, x, None, None))

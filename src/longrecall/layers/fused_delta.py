@@ -36,6 +36,8 @@ def declines(layer: DeltaNet, x: Tensor, mask: Tensor | None, log_decay: Tensor 
         return "the tensors are not on a GPU"
     if mask is not None and not is_at_the_end(mask):
         return "padded tokens are left to the plain path, but for those known to come last"
+    if not x.shape[0]:
+        return "a batch without rows is left to the plain path"
     if x.shape[1] < SHORTEST_TRITON:
         return f"sequences of fewer than {SHORTEST_TRITON} tokens are left to the plain path"
     for convolution in (layer.q_conv, layer.k_conv, layer.v_conv):

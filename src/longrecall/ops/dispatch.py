@@ -262,7 +262,7 @@ def _run(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     with torch.autocast(v.device.type, enabled=False):
         out, final = (
-            chosen.functions[op](**inputs, scale=scale, state=state, **options) if padded.shape[1] else (padded, state)
+            chosen.functions[op](**inputs, scale=scale, state=state, **options) if padded.numel() else (padded, state)
         )
     out = out.to(v.dtype)
     return (out if cu_seqlens is None else pack(out, cu_seqlens)), final

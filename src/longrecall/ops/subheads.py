@@ -81,7 +81,7 @@ def subhead_delta_rule(
     key_heads = q.shape[2] // subheads
     inputs = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
     chosen = choose_backend(backend, "subhead_delta_rule", {**inputs, "state": initial_state})
-    if chosen.name == "triton" and v.shape[1]:
+    if chosen.name == "triton" and v.numel():
         state = prepare_state(initial_state, (v.shape[0], heads, q.shape[3], v.shape[3]), v, torch.float32)
         scale = q.shape[3] ** -0.5 if scale is None else scale
         with torch.autocast(v.device.type, enabled=False):

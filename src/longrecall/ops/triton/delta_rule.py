@@ -261,7 +261,7 @@ def _walk(
     processors = launch.processors(q)
     parts = plan.parts(processors) if read else plan.subheads
     grid = (plan.value_width // plan.value_block, plan.rows * plan.value_heads)
-    whole = walks.serve(plan, v, q, k)
+    whole = walks.serve(plan, v, q, k, inverse)
     segments = 1 if whole else launch.segments(grid[0] * grid[1] * parts, plan.chunks, processors, products=True)
     # Without queries there is room for one more chunk on its way.
     walking = plan.walking(2 if read or plan.kept == torch.float32 else 3)
@@ -345,7 +345,7 @@ def group_backward(
     _, _, states, corrections = _walk(plan, inputs, solved, read=False)
     d_states, d_targets = torch.empty_like(states), torch.empty_like(corrections)
     tensors = (q, k, beta, weights, cumulative, inverse, d_out, d_final, d_state, d_states, d_targets)
-    if walks.serve(plan, v, q, k, d_out):
+    if walks.serve(plan, v, q, k, d_out, inverse):
         walks.walk_back(plan, tensors)
     else:
         walk_back_kernel[(plan.value_width // plan.value_block, plan.rows * plan.heads)](

@@ -67,7 +67,7 @@ def expand_and_convolve(
     y, weight, taps = y.contiguous(), weight.contiguous(), taps.contiguous()
     grafted = grafted if grafted is None else grafted.contiguous()
     before = _before(y, state)
-    if hopper.declines(y, weight) is None:
+    if hopper.declines(y, weight, grafted) is None:
         return hopper.forward(y, weight, grafted, taps, before, normalise, eps)[0]
     heads, width = y.shape[2:]
     factor = weight.shape[2] // width + (grafted is not None)
@@ -97,7 +97,7 @@ def forward(
 
     Also what `backward` needs of it: norms on Hopper, None without a norm, and elsewhere the convolution's inputs.
     """
-    if hopper.declines(y, weight) is None:
+    if hopper.declines(y, weight, grafted) is None:
         return hopper.forward(y, weight, grafted, taps, _before(y, state), normalise, eps, keep=True)
     z = expand(y, weight, grafted)
     return convolution.forward(z, taps, state.to(z.dtype).contiguous(), normalise=normalise, eps=eps), z
@@ -121,7 +121,7 @@ def backward(
     Also parts of the taps' in float32, ``[parts, 4, H * E * D]``, which add up to it. That of the state is written to
     `d_before`, ``[B, 3, H * E * D]`` in the dtype of y.
     """
-    if hopper.declines(y, weight) is None:
+    if hopper.declines(y, weight, grafted) is None:
         rest = (taps, _before(y, state), kept, d_out, d_before, normalise)
         d_z, d_taps = hopper.backward(y, weight, grafted, *rest)
     else:

@@ -19,13 +19,16 @@ REGISTERS = 256
 """Registers that a multiprocessor has for each thread of 8 warps."""
 
 
-def declines(y: Tensor, weight: Tensor) -> str | None:
-    """Why the kernels cannot expand y ``[B, T, H, D]`` with a weight ``[H, D, F]``, in words; None = they can."""
+def declines(y: Tensor, weight: Tensor, grafted: Tensor | None = None) -> str | None:
+    """Why the kernels cannot expand y ``[B, T, H, D]`` with a weight ``[H, D, F]``, in words; None = they can.
+
+    `grafted`, as y, is read by asynchronous copies.
+    """
     if y.shape[3] not in WIDTHS:
         return f"heads must be {' or '.join(map(str, WIDTHS))} wide, not {y.shape[3]}"
     if weight.dtype != y.dtype:
         return "the heads and the expansion have different dtypes"
-    return hopper_declines(y)
+    return hopper_declines(y) if grafted is None else hopper_declines(y, grafted)
 
 
 def forward(

@@ -19,7 +19,7 @@ FEWEST = 3
 
 
 def serve(plan: _Plan, *tensors: Tensor) -> bool:
-    """Whether walks of these bfloat16 inputs, q, k, v and the like, run here.
+    """Whether walks that read these bfloat16 tensors, v first, by asynchronous copies run here.
 
     A program holds a whole state, so they are half as many as the plain kernels' programs. With so few states that most
     multiprocessors would have none, the plain kernels' halves and segments keep more of them busy.
