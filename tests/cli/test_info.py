@@ -57,10 +57,11 @@ def test_why_gluon_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from longrecall.ops.triton import hopper
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(hopper, "_unsuitable", lambda device: f"device {device} is no Hopper")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.setattr(hopper, "interpreting", lambda: False)
+    monkeypatch.setattr(hopper, "other_triton", lambda: None)
     monkeypatch.delenv(hopper.SWITCH, raising=False)
-    assert triton.without_gluon() == "device 0 is no Hopper"
+    assert triton.without_gluon() == "the kernels in Gluon are for compute capability 9.0, not 8.0"
     monkeypatch.setenv(hopper.SWITCH, "0")
     assert triton.without_gluon() == "LONGRECALL_GLUON is 0"
 

@@ -33,7 +33,7 @@ def heads(offset: int = 0) -> OnHopper:
 
 @pytest.fixture(autouse=True)
 def _suitable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "_unsuitable", lambda device: None)
+    monkeypatch.setattr(hopper, "_remembered", lambda device: None)
     monkeypatch.delenv(hopper.SWITCH, raising=False)
 
 

@@ -43,7 +43,7 @@ def declines(x: Tensor, *others: Tensor) -> str | None:
         return f"{SWITCH} is 0"
     if any(one.data_ptr() % ALIGNED for one in (x, *others)):
         return f"tensors in memory must begin at multiples of {ALIGNED} bytes"
-    return _unsuitable(x.get_device())
+    return _remembered(x.get_device())
 
 
 def unavailable() -> str | None:
@@ -52,12 +52,11 @@ def unavailable() -> str | None:
         return f"{SWITCH} is 0"
     if not torch.cuda.is_available():
         return "there is no CUDA device"
-    return _unsuitable(torch.cuda.current_device())
+    return _unsuitable(None)
 
 
-@functools.cache
-def _unsuitable(device: int) -> str | None:
-    """Why the device of this number or the Triton installed has no Gluon that fits."""
+def _unsuitable(device: int | None) -> str | None:
+    """Why the device of this number, None = the current one, or the Triton installed has no Gluon that fits."""
     if interpreting():
         return "Triton's interpreter has no Gluon"
     if unwritten := other_triton():
@@ -66,6 +65,10 @@ def _unsuitable(device: int) -> str | None:
     if capability != CAPABILITY:
         return f"the kernels in Gluon are for compute capability 9.0, not {capability[0]}.{capability[1]}"
     return None
+
+
+_remembered = functools.cache(_unsuitable)
+"""For devices with a number: asked before every launch."""
 
 
 def other_triton() -> str | None:
