@@ -81,7 +81,7 @@ def summing(values: int) -> list[str]:
 
 @gluon.jit
 def tanh(c):
-    """In one instruction; sigmoids by a power of two and a reciprocal would take as much time as all else."""
+    """In one instruction of the special function unit; a sigmoid by a power of two and a reciprocal takes two."""
     return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [c], dtype=gl.float32, is_pure=True, pack=1)
 
 
