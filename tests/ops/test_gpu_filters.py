@@ -42,7 +42,7 @@ def loose_products() -> Iterator[None]:
 @pytest.mark.parametrize("shape", [(2, 1003, 768), (3, 300, 70), (1, 17, 64)], ids=str)
 def test_a_few_taps(shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtype) -> None:
     found = short_errors(shape, dtype, **options, device="cuda")
-    assert max(found.values()) < 2 * TOLERANCE[dtype], found
+    assert all(error < 2 * TOLERANCE[dtype] for error in found.values()), found
 
 
 @dtypes
@@ -55,7 +55,7 @@ def test_a_few_taps(shape: tuple[int, int, int], options: dict[str, Any], dtype:
 def test_long_filters(shape: tuple[int, int, int], lags: int, padding: bool, dtype: torch.dtype) -> None:
     found = long_errors(shape, lags, dtype, padding=padding, device="cuda")
     # Three products of tf32 leave out the product of the two small parts: 2^-22 of each.
-    assert max(found.values()) < 4 * TOLERANCE[dtype], found
+    assert all(error < 4 * TOLERANCE[dtype] for error in found.values()), found
 
 
 @pytest.mark.usefixtures("loose_products")
@@ -69,28 +69,28 @@ def test_long_filters_in_tf32() -> None:
 def test_taps_of_a_diagonal(heads: int, pairs: int, length: int) -> None:
     found = taps_errors(heads, pairs, length, device="cuda")
     # An angle of up to some thousand radians in float32 is good to 2^-24 of that.
-    assert max(found.values()) < 1e-3, found
+    assert all(error < 1e-3 for error in found.values()), found
 
 
 @dtypes
 @pytest.mark.parametrize("shape", [(8, 512, 64, 2), (3, 17, 5, 4), (2, 100, 8)], ids=str)
 def test_pairs_of_channels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     found = pair_errors(shape, dtype, device="cuda")
-    assert max(found.values()) < TOLERANCE[dtype], found
+    assert all(error < TOLERANCE[dtype] for error in found.values()), found
 
 
 @dtypes
 @pytest.mark.parametrize(("shape", "mixtures"), [((9, 512, 256), 4), ((3, 301, 70), 4), ((1, 40, 5), 2)], ids=str)
 def test_mixtures_with_the_token_before(shape: tuple[int, int, int], mixtures: int, dtype: torch.dtype) -> None:
     found = mixture_errors(shape, mixtures, dtype, device="cuda")
-    assert max(found) < 2 * TOLERANCE[dtype], found
+    assert all(error < 2 * TOLERANCE[dtype] for error in found), found
 
 
 @dtypes
 @pytest.mark.parametrize("shape", [(9, 512, 4, 64), (3, 301, 3, 24)], ids=str)
 def test_gated_norms_of_heads(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     found = norm_errors(shape, dtype, device="cuda")
-    assert max(found.values()) < 2 * TOLERANCE[dtype], found
+    assert all(error < 2 * TOLERANCE[dtype] for error in found.values()), found
 
 
 @dtypes
@@ -112,7 +112,7 @@ def test_sums_of_columns(shape: tuple[int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("shape", "keys", "values"), [((9, 512, 4), 64, 64), ((3, 301, 3), 24, 40)], ids=str)
 def test_reads_moved_on_plus_the_bonus(shape: tuple[int, int, int], keys: int, values: int) -> None:
     found = bonus_errors(shape, keys, values, device="cuda")
-    assert max(found.values()) < 2 * TOLERANCE[torch.float32], found
+    assert all(error < 2 * TOLERANCE[torch.float32] for error in found.values()), found
 
 
 @dtypes
@@ -120,11 +120,11 @@ def test_reads_moved_on_plus_the_bonus(shape: tuple[int, int, int], keys: int, v
 def test_gated_convolutions(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     found = gated_errors(shape, dtype, device="cuda")
     # Products of two convolutions: both round.
-    assert max(found.values()) < 2 * TOLERANCE[dtype], found
+    assert all(error < 2 * TOLERANCE[dtype] for error in found.values()), found
 
 
 @dtypes
 @pytest.mark.parametrize("shape", [(2, 515, 8, 64), (3, 100, 3, 40), (1, 70, 64, 128)], ids=str)
 def test_values_around_a_recurrence(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     found = stepped_errors(shape, dtype, device="cuda")
-    assert max(found.values()) < TOLERANCE[dtype], found
+    assert all(error < TOLERANCE[dtype] for error in found.values()), found

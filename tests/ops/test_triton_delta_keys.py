@@ -123,7 +123,7 @@ def plain(case: Case, inputs: dict[str, Tensor], mode: str, block: int) -> list[
     blocks = case.width // block
     tensors = inputs["q"]
     out = case.outputs(tensors.dtype, tensors.device.type, blocks)
-    delta_backward.keys_kernel[(blocks, case.chunks, case.rows * case.heads)](
+    delta_backward.keys_kernel[(blocks * case.chunks, case.rows * case.heads)](
         *inputs.values(), *out, SCALE, case.length, case.chunks,
         KEY_HEADS=case.key_heads, HEADS=case.heads, SUBHEADS=case.subheads, VALUE_HEADS=case.value_heads,
         K=case.width, V=case.width, BK=block, BV=block, MODE=mode, num_warps=4, num_stages=2,
@@ -147,4 +147,4 @@ def test_the_plain_kernel_equals_the_formulas(case: Case) -> None:
     inputs = case.inputs(torch.float32, "cpu")
     found = errors(plain(case, inputs, "ieee", 16), formulas(case, inputs))
     # Sums of some hundred products, each rounded to float32, which has an error of 6e-8.
-    assert max(found.values()) < 5e-6, found
+    assert all(error < 5e-6 for error in found.values()), found

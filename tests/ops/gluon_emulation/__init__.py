@@ -1,0 +1,130 @@
+"""Kernels in Gluon run as plain Python on torch tensors: what they compute, without layouts, threads or a GPU.
+
+Triton's interpreter has no Gluon, and Gluon renames its functions from release to release. Here the source of a module
+of ops/triton/hopper is executed with stand-ins for what it imports from Gluon, programs one after the other. Copies and
+products that run beside the program end only where it waits for them. What a GPU would do only now and then (a result
+used too early, a buffer overwritten too late, a barrier or a fence left out, a number that two programs write) raises
+`Hazard`. What is not emulated fails by its name.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.gluon_emulation.hazards import Hazard, Names
+from tests.ops.gluon_emulation.language import language
+from tests.ops.gluon_emulation.memory import NOBODY, Memory, Pointer
+from tests.ops.gluon_emulation.registers import Scalar, scalars
+from tests.ops.gluon_emulation.shared import Traffic
+
+__all__ = ["Hazard", "execute", "install", "load"]
+
+PACKAGE = "longrecall.ops.triton.hopper"
+
+SOURCES = Path(__file__).parents[3] / "src" / Path(*PACKAGE.split("."))
+
+OPTIONS = ("num_warps", "maxnreg")
+"""Arguments of a launch that are none of the kernel."""
+
+
+def load(name: str) -> Any:
+    """A module of ops/triton/hopper whose kernels, launched as on a GPU, run here."""
+    return _Machine().module(name)
+
+
+def execute(source: str) -> Any:
+    """The same from its text."""
+    return _Machine().execute(source, "<emulated>")
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have the kernels serve bfloat16 tensors of the CPU wherever they would serve a Hopper GPU's.
+
+    Returns the names of the kernels that have run, in their order.
+    """
+    from longrecall.ops.triton import hopper
+    from longrecall.ops.triton.hopper import expansion
+
+    machine = _Machine()
+    for file in SOURCES.glob("*.py"):
+        if "triton.experimental.gluon" in file.read_text():
+            monkeypatch.setitem(sys.modules, f"{PACKAGE}.{file.stem}", machine.module(file.stem))
+            monkeypatch.setattr(hopper, file.stem, machine.module(file.stem), raising=False)
+    for module, name in ((hopper, "declines"), (expansion, "hopper_declines")):
+        monkeypatch.setattr(module, name, lambda x, *_: None if x.dtype == torch.bfloat16 else "not bfloat16")
+    return machine.ran
+
+
+class _Machine:
+    """Runs kernels, a program at a time."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.program, self.programs, self.traffic = [0, 0, 0], [1, 1, 1], Traffic()
+        self.modules: dict[str, Any] = language(self.traffic, self.program, self.programs)
+        self.modules[f"{PACKAGE}.launch"] = Names("launch", gluon_kernel=functools.partial(_Kernel, self))
+
+    def module(self, name: str) -> Any:
+        known = f"{PACKAGE}.{name}"
+        if known not in self.modules:
+            file = SOURCES / f"{name}.py"
+            self.modules[known] = self.execute(file.read_text(), str(file))
+        return self.modules[known]
+
+    def execute(self, source: str, file: str) -> Any:
+        names = {"__builtins__": {**vars(builtins), "__import__": self.find, "range": scalars}, "__name__": file}
+        exec(compile(source, file, "exec", dont_inherit=True), names)
+        return SimpleNamespace(**names)
+
+    def find(self, name: str, *args: Any) -> Any:
+        """`import` in a kernel's module."""
+        if name in self.modules:
+            return self.modules[name]
+        if name.startswith(f"{PACKAGE}."):
+            return self.module(name.removeprefix(f"{PACKAGE}."))
+        return builtins.__import__(name, *args)
+
+    def launch(self, function: Callable[..., None], grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        self.ran.append(function.__name__)
+        self.programs[:] = (*grid, 1, 1)[:3]
+        memories: dict[int, Memory] = {}
+        given = [self._argument(x, memories) for x in args]
+        sizes = {name: value for name, value in constants.items() if name not in OPTIONS}
+        for number, place in enumerate(itertools.product(*map(range, self.programs))):
+            self.program[:] = place
+            for memory in memories.values():
+                memory.program = number
+            self.traffic.begin()
+            function(*given, **sizes)
+            self.traffic.end()
+
+    def _argument(self, x: Any, memories: dict[int, Memory]) -> Any:
+        """An argument as the kernel has it. Tensors that begin at one address share their memory."""
+        if isinstance(x, Tensor):
+            numbers = x.view(-1)
+            fresh = Memory(numbers, torch.full(numbers.shape, NOBODY))
+            return Pointer(memories.setdefault(numbers.data_ptr(), fresh))
+        if isinstance(x, float):
+            return float(torch.tensor(x, dtype=torch.float32))
+        return Scalar(x)
+
+
+class _Kernel:
+    """A kernel that is launched as on a GPU: `kernel[grid](*tensors_and_sizes, **constants)`."""
+
+    def __init__(self, machine: _Machine, function: Callable[..., None]) -> None:
+        self.machine, self.function = machine, function
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self.machine.launch, self.function, grid)

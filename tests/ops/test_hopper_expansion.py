@@ -1,0 +1,48 @@
+"""Expansion, convolution, SiLU and norm in Gluon, run on the CPU, forward and backward, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.ops.gluon_emulation import install
+from tests.ops.test_gpu_expansion_hopper import TOLERANCE, error, results
+from tests.ops.test_triton_expansion import Case
+
+CASES = [
+    Case(1, 130, 1, 128, 2),
+    Case(2, 1, 2, 128, 2, grafted=True),
+    Case(1, 63, 1, 128, 2),
+    # More streams than a program has.
+    Case(9, 64, 1, 64, 2),
+    Case(2, 65, 1, 64, 2, grafted=True, normalise=False),
+]
+
+
+def tensors(case: Case) -> dict[str, Tensor]:
+    found = {name: x.bfloat16() for name, x in case.tensors().items()}
+    shape = (case.rows, case.length, case.heads * case.factor, case.width)
+    return {**found, "d_out": torch.randn(shape, generator=torch.Generator().manual_seed(9)).bfloat16()}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_unwritten() -> Iterator[None]:
+    """Room for results is full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results_and_gradients_equal_the_formulas(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = install(monkeypatch)
+    inputs = tensors(case)
+    wanted = results(case, inputs, exact=True)
+    errors = {name: error(x, wanted[name]) for name, x in results(case, inputs, exact=False).items()}
+    assert ran == ["forward_kernel", "backward_kernel"]
+    assert all(x < TOLERANCE for x in errors.values()), errors
