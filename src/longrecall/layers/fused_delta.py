@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longrecall.layers.expansion import HeadwiseExpansion
-from longrecall.layers.mixers.base import LayerState
+from longrecall.layers.mixers.base import LayerState, states_are_unread
 from longrecall.ops.dispatch import SHORTEST_TRITON
 from longrecall.ops.padding import is_at_the_end, newest
 from longrecall.ops.shapes import prepare_state
@@ -89,6 +89,9 @@ def read_and_write(
             weights=layer.output_weights(),
             **how,
         )
+        if states_are_unread():
+            # Those of the convolutions are expanded once more, by launches of their own.
+            return o, {"recurrent": final}
         last = None if mask is None else newest(mask, TAPS - 1)
         after = {f"{name}_conv": part.tail(**how, newest=last) for name, part in parts.items()}
     return o, {"recurrent": final, **after}
@@ -96,11 +99,12 @@ def read_and_write(
 
 def _heads(layer: DeltaNet, name: str, y: Tensor, state: LayerState | None, expanded: bool) -> Heads:
     """The projection y ``[B, T, C]`` of q, k or v, and what the kernels need to make heads of it."""
+    from longrecall.ops.triton.convolution import no_inputs
     from longrecall.ops.triton.expanded import Heads
 
     taps: Tensor = getattr(layer, f"{name}_conv").weight
     weight: Tensor | None = getattr(layer, f"{name}_expand").weight if expanded and name != "v" else None
-    before = y.new_zeros((y.shape[0], taps.shape[0], TAPS - 1)) if state is None else state[f"{name}_conv"].to(y.dtype)
+    before = no_inputs(y, taps) if state is None else state[f"{name}_conv"].to(y.dtype)
     # Where the kernels expand, a state head is as wide as a projected one.
     width = layer.value_width if name == "v" else layer.head_width
     return Heads(y.unflatten(-1, (-1, width)), weight, taps, before)

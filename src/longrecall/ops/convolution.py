@@ -95,7 +95,7 @@ def short_convolution(
         )  # fmt: skip
         return pack(y, cu_seqlens), new_state
     width, given = weight.shape[1], state
-    state = x.new_zeros((len(x), x.shape[2], width - 1)) if state is None else state
+    state = x.new_zeros((len(x), width - 1, x.shape[2])).transpose(1, 2) if state is None else state
     order = None
     if mask is not None and not is_at_the_end(mask):
         # Real tokens first, in order: padding then lies after everything it could disturb.

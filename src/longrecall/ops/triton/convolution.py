@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.triton.launch import interpreting, kernel, on_device, processors, unsupported
+from longrecall.ops.triton.launch import MOST_ROWS, interpreting, kernel, on_device, processors, unsupported
 
 WIDTH = 4
 """Taps of the convolution; another width has no kernel."""
@@ -52,15 +52,6 @@ def _input(z, state, b, t, low, T, channel, SIZE: tl.constexpr, ROW: tl.constexp
         row = state + (b * 3 + 3 + t) * SIZE
     times = t + tl.zeros_like(channel)
     return tl.load(row + channel, mask=(times >= low) & (times >= -3) & (times < T), other=0.0)
-
-
-@triton.jit
-def _before(z, state, b, t, T, channel, SIZE: tl.constexpr, ROW: tl.constexpr):
-    """Inputs of token t >= -3, those before the first from a state as layers keep it, ``[B, SIZE, 3]``; 0 from T on."""
-    x = _row(z, b, t, 0, T, channel, ROW)
-    if t < 0:
-        x = tl.load(state + (b * SIZE + channel) * 3 + 3 + t)
-    return x
 
 
 @triton.jit
@@ -126,9 +117,10 @@ def _forward_kernel(
     channel = (tl.program_id(1) * GROUP + tl.arange(0, GROUP))[:, None] * D + tl.arange(0, D)[None, :]
     SIZE: tl.constexpr = HEADS * D
     taps = _taps(weight, bias, channel, BIAS)
-    x0 = _before(z, state, b, start - 3, T, channel, SIZE, ROW)
-    x1 = _before(z, state, b, start - 2, T, channel, SIZE, ROW)
-    x2 = _before(z, state, b, start - 1, T, channel, SIZE, ROW)
+    low = start - 3
+    x0 = _input(z, state, b, start - 3, low, T, channel, SIZE, ROW)
+    x1 = _input(z, state, b, start - 2, low, T, channel, SIZE, ROW)
+    x2 = _input(z, state, b, start - 1, low, T, channel, SIZE, ROW)
     a0, a1 = _row(z, b, start, start, T, channel, ROW), _row(z, b, start + 1, start, T, channel, ROW)
     a2, a3 = _row(z, b, start + 2, start, T, channel, ROW), _row(z, b, start + 3, start, T, channel, ROW)
     x0, x1, x2 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32)
@@ -266,12 +258,21 @@ def convolve_heads(
     Returns:
         ``[B, T, H, D]`` in the dtype of z.
     """
-    if state is None:
-        state = z.new_zeros((z.shape[0], weight.shape[0], WIDTH - 1))
+    state = no_inputs(z, weight) if state is None else laid_out(state.to(z.dtype))
     lies = (z.shape[1] * z.stride(1), z.stride(1), z.shape[3], 1)
     z = z if z.stride() == lies else z.contiguous()
-    rest = (weight.contiguous(), state.to(z.dtype).contiguous(), bias if bias is None else bias.contiguous())
+    rest = (weight.contiguous(), state, bias if bias is None else bias.contiguous())
     return cast(Tensor, _ConvolveHeads.apply(normalise, eps, z, *rest))
+
+
+def no_inputs(z: Tensor, taps: Tensor) -> Tensor:
+    """The state of a convolution by taps ``[C, W]`` before the first row of z ``[B, ...]``: zeros, `laid_out`."""
+    return z.new_zeros((len(z), taps.shape[1] - 1, len(taps))).transpose(1, 2)
+
+
+def laid_out(state: Tensor) -> Tensor:
+    """A state ``[B, C, W - 1]`` with neighbouring channels side by side, as in what is convolved; a copy if need be."""
+    return state.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 LEAST = 32
@@ -288,6 +289,8 @@ def declines(x: Tensor, weight: Tensor, activation: str | None) -> str | None:
         return f"the channels must be a multiple of {LEAST}, not {x.shape[2]}"
     if x.shape[1] < SHORTEST_TEXT:
         return f"fewer than {SHORTEST_TEXT} tokens are left to plain torch"
+    if x.shape[0] > MOST_ROWS:
+        return f"a batch has at most {MOST_ROWS} rows, not {x.shape[0]}"
     return unsupported(x, weight)
 
 
@@ -329,7 +332,10 @@ def _launch(z: Tensor, tokens: int) -> tuple[tuple[int, int, int], dict[str, Any
 def forward(
     z: Tensor, weight: Tensor, state: Tensor, *, normalise: bool, bias: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor:
-    """`convolve_heads` without a gradient; tokens of z may be parts of wider rows, all else is contiguous."""
+    """`convolve_heads` without a gradient, from a state that is `laid_out`.
+
+    Tokens of z may be parts of wider rows, all else is contiguous.
+    """
     out = torch.empty_like(z, memory_format=torch.contiguous_format)
     grid, constants = _launch(z, _length(z))
     with on_device(z):
@@ -359,18 +365,16 @@ def backward(
     grid, constants = _launch(z, SEGMENT)
     shape = (grid[2] * grid[0], WIDTH + (bias is not None), len(weight))
     parts = torch.empty(shape, device=z.device, dtype=torch.float32)
-    # Neighbouring channels side by side, as in z: one layout serves all that the kernel's loop reads.
-    before = state.transpose(1, 2).contiguous()
     with on_device(z):
         _backward_kernel[grid](
-            z, weight, weight if bias is None else bias, before, d_out, d_z, d_before, parts,
+            z, weight, weight if bias is None else bias, state, d_out, d_z, d_before, parts,
             z.shape[1], eps, NORMALISE=normalise, BIAS=bias is not None, **constants,
         )  # fmt: skip
     return parts
 
 
 class _ConvolveHeads(torch.autograd.Function):
-    """Normalise, eps, z, weight ``[H * D, 4]``, state ``[B, H * D, 3]``, bias or None -> `convolve_heads`."""
+    """Normalise, eps, z, weight ``[H * D, 4]``, state ``[B, H * D, 3]`` laid out, bias or None -> `convolve_heads`."""
 
     @staticmethod
     def forward(ctx: Any, normalise: bool, eps: float, *inputs: Any) -> Tensor:

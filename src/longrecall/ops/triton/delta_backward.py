@@ -129,7 +129,9 @@ def keys_kernel(
     `d_queries` and `d_keys` may be q and k: no other program reads these channels. `d_beta` and `d_decay` are float32
     ``[K / BK, B, T, HEADS]``, `d_weights` ``[K / BK, B, HEADS, chunks]``.
     """
-    block, n, state_row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    # Both on the first axis: the others are too short for the chunks of some long texts.
+    BLOCKS: tl.constexpr = K // BK
+    block, n, state_row = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS, tl.program_id(1).to(tl.int64)
     b, head, first, start = state_row // HEADS, state_row % HEADS, block * BK, n * CHUNK
     REPEATS: tl.constexpr = HEADS // KEY_HEADS
     group = head // REPEATS
@@ -167,9 +169,9 @@ def keys_kernel(
     d_G += tl.where(i == CHUNK - 1, tl.exp(last) * product + after, 0.0)
     # G is a cumulative sum of the log decays: its gradient is summed from the end of the chunk.
     d_g = tl.sum(tl.where(i[:, None] >= i[None, :], d_G[:, None], 0.0), 0)
-    numbers = ((block * (tl.num_programs(2) // HEADS) + b) * T + t) * HEADS + head
+    numbers = ((block * (tl.num_programs(1) // HEADS) + b) * T + t) * HEADS + head
     tl.store(d_beta + numbers, by_written, mask=t < T)
     tl.store(d_decay + numbers, d_g, mask=t < T)
-    tl.store(d_weights + (block * tl.num_programs(2) + state_row) * chunks + n, tl.sum(by_read, 0))
+    tl.store(d_weights + (block * tl.num_programs(1) + state_row) * chunks + n, tl.sum(by_read, 0))
     d_k += strength[:, None] * d_written
     tl.store(d_keys + corner + place, d_k.to(d_keys.dtype.element_ty), mask=(t < T)[:, None])

@@ -28,7 +28,7 @@ from longrecall.ops.triton.delta_gates import finish_gates
 from longrecall.ops.triton.delta_inverse import invert_kernel
 from longrecall.ops.triton.hopper import walks
 from longrecall.ops.triton.launch import arithmetic, interpreting, on_device, unsupported
-from longrecall.ops.triton.part_sums import part_sums
+from longrecall.ops.triton.part_sums import added, part_sums
 
 WIDTHS = (64, 128, 256)
 """Key and value widths the kernels are built for on a GPU."""
@@ -39,7 +39,7 @@ INTERPRETED_WIDTHS = (16, 32, *WIDTHS)
 WIDEST_FLOAT32_KEYS = 128
 """Wider keys in products of float32 do not fit into registers: most of the state would live in memory."""
 
-MOST_STATES = 2**16 - 1
+MOST_STATES = launch.MOST_ROWS
 """Programs along the second and third axis of a grid."""
 
 WORKSPACE = 11 * 2**28
@@ -302,20 +302,21 @@ def forward(scale: float, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 def backward(
     scale: float, inputs: tuple[Tensor, ...], solved: tuple[Tensor, Tensor], d_out: Tensor, d_final: Tensor
-) -> list[Tensor]:
+) -> list[Tensor | None]:
     """The gradients of q, k, v, log decay, beta, weights and state, a group of rows at a time."""
     q, k, v, log_decay, beta, weights, state = inputs
     plan = _plan(q, v, beta, scale)
     gradients = [torch.empty_like(x) for x in (q, k, v, log_decay, beta, state)]
-    d_weights = torch.zeros_like(weights)
+    d_weights: list[Tensor | None] = []
     d_out, d_final = d_out.contiguous(), d_final.contiguous()
     step = plan.group_rows(launch.processors(q))
     for first in range(0, plan.rows, step):
         rows = slice(first, first + step)
         group = (q[rows], k[rows], v[rows], log_decay[rows], beta[rows], weights, state[rows])
         found = (solved[0][rows], solved[1][rows])
-        d_weights += group_backward(scale, group, found, d_out[rows], d_final[rows], [x[rows] for x in gradients])
-    return [*gradients[:5], d_weights, gradients[5]]
+        given = (found, d_out[rows], d_final[rows], [x[rows] for x in gradients])
+        d_weights.append(group_backward(scale, group, *given))
+    return [*gradients[:5], added(d_weights), gradients[5]]
 
 
 def rows_at_a_time(q: Tensor, v: Tensor, beta: Tensor) -> int:
@@ -333,10 +334,11 @@ def group_backward(
     d_out: Tensor,
     d_final: Tensor,
     into: list[Tensor],
-) -> Tensor:
-    """Write the gradients of q, k, v, log decay, beta and state of some rows to `into`; returns that of the weights.
+) -> Tensor | None:
+    """Write the gradients of q, k, v, log decay, beta and state of some rows to `into`.
 
-    Those of q, k and v may be q, k and v themselves, which are then lost. `solved` as `_invert` returns it.
+    Those of q, k and v may be q, k and v themselves, which are then lost. `solved` as `_invert` returns it. Returns the
+    gradient of the weights, None where they want none.
     """
     q, k, v, _, beta, weights, _ = inputs
     _, _, d_v, _, d_beta, d_state = into
@@ -356,14 +358,16 @@ def group_backward(
         **plan.heads_of, **plan.sharing, V=plan.value_width, ROWS=32, num_warps=4,
     )  # fmt: skip
     d_weights = _keys_backward(plan, inputs, (cumulative, d_out, states, corrections, d_states, d_targets), into)
+    if not weights.requires_grad:
+        return None
     # [Hkey, E, R] -> [Hkey, R, E]: the order of the state heads to that of the weights.
-    by_head = d_weights.unflatten(0, (-1, plan.subheads, plan.heads // plan.key_heads))
+    by_head = d_weights.sum((0, 1, 3)).unflatten(0, (-1, plan.subheads, plan.heads // plan.key_heads))
     by_value_head: Tensor = by_head.transpose(1, 2).reshape(weights.shape)
     return by_value_head
 
 
 def _keys_backward(plan: _Plan, inputs: tuple[Tensor, ...], walked: tuple[Tensor, ...], into: list[Tensor]) -> Tensor:
-    """The gradients of q, k and log decay, and the rest of beta's; returns those of the weights ``[H]``."""
+    """The gradients of q, k and log decay, and the rest of beta's; returns the weights' ``[blocks, B, H, chunks]``."""
     q, k, _, log_decay, beta, weights, _ = inputs
     d_q, d_k, _, d_log_decay, d_beta, _ = into
     block = plan.key_tile
@@ -381,7 +385,7 @@ def _keys_backward(plan: _Plan, inputs: tuple[Tensor, ...], walked: tuple[Tensor
 
         delta_keys.keys_backward(tensors, plan.scale, launch.processors(q))
     else:
-        keys_kernel[(blocks, plan.chunks, plan.rows * plan.heads)](
+        keys_kernel[(blocks * plan.chunks, plan.rows * plan.heads)](
             *tensors, plan.scale, plan.length, plan.chunks,
             **plan.heads_of, **plan.sharing, K=plan.key_width, V=plan.value_width, BK=block,
             BV=plan.value_tile, MODE=plan.mode, num_warps=4, num_stages=plan.tile_stages,
@@ -390,4 +394,4 @@ def _keys_backward(plan: _Plan, inputs: tuple[Tensor, ...], walked: tuple[Tensor
         for total, parts in ((d_q, d_queries), (d_k, d_keys)):
             total.copy_(parts.unflatten(2, (plan.key_heads, shared)).sum(3))
     finish_gates(sums[0], sums[1], log_decay, d_beta, d_log_decay, STRONGEST_DECAY[torch.float32])
-    return d_weights.sum((0, 1, 3))
+    return d_weights

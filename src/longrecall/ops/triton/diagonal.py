@@ -38,8 +38,8 @@ def _gains(gain, row, pair, M):
 @kernel
 def diagonal_taps_kernel(rate, angle, gain, taps, M, S, LAGS: tl.constexpr, PAIRS: tl.constexpr):
     """A tile of S lags of one head; `rate`, `angle` ``[H, M]``, `gain` ``[H, M, 2]``, `taps` ``[H, S]``."""
-    head = tl.program_id(0)
-    lags = tl.program_id(1) * LAGS + tl.arange(0, LAGS)
+    head = tl.program_id(1).to(tl.int64)
+    lags = tl.program_id(0) * LAGS + tl.arange(0, LAGS)
     total = tl.zeros([LAGS, PAIRS], tl.float32)
     for first in range(0, M, PAIRS):
         pair = (first + tl.arange(0, PAIRS))[None, :]
@@ -54,7 +54,7 @@ def diagonal_gradients_kernel(
     rate, angle, gain, d_taps, d_rate, d_angle, d_gain, M, S, LAGS: tl.constexpr, PAIRS: tl.constexpr
 ):  # fmt: skip
     """Gradients of a tile of the eigenvalues of one head, summed over all lags."""
-    head = tl.program_id(0)
+    head = tl.program_id(0).to(tl.int64)
     pairs = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     pair = pairs[None, :]
     gain_real, gain_imaginary = _gains(gain, head * M, pair, M)
@@ -95,7 +95,7 @@ class _Taps(torch.autograd.Function):
         heads, pairs = rate.shape
         out = rate.new_empty((heads, length))
         with on_device(rate):
-            diagonal_taps_kernel[(heads, triton.cdiv(length, LAGS))](
+            diagonal_taps_kernel[(triton.cdiv(length, LAGS), heads)](
                 rate, angle, gain, out, pairs, length, LAGS=LAGS, PAIRS=PAIRS, num_warps=4
             )
         return out

@@ -19,8 +19,9 @@ from torch.nn import functional
 
 from longrecall.ops.padding import Newest
 from longrecall.ops.triton import convolution, delta_rule, expansion
-from longrecall.ops.triton.convolution import convolve_heads
+from longrecall.ops.triton.convolution import laid_out
 from longrecall.ops.triton.launch import on_device
+from longrecall.ops.triton.part_sums import added
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -36,7 +37,7 @@ class Heads:
     taps: Tensor
     """The convolution, ``[H * E * D, 4]``."""
     state: Tensor
-    """Its inputs before the first token, ``[B, H * E * D, 3]``."""
+    """Its inputs before the first token, ``[B, H * E * D, 3]``, in the dtype of what is projected."""
 
     def tail(self, activation: Activation | None, grafted: bool, newest: Newest | None = None) -> Tensor:
         """The last three inputs of the convolution, ``[B, H * E * D, 3]``: its next state. At least 3 tokens.
@@ -73,7 +74,7 @@ def expanded_delta_rule(
     heads = [
         x
         for part in (queries, keys, values)
-        for x in (part.projected.contiguous(), part.state.contiguous(), part.weight, part.taps)
+        for x in (part.projected.contiguous(), laid_out(part.state), part.weight, part.taps.contiguous())
     ]
     return cast(tuple[Tensor, Tensor], _ExpandedDeltaRule.apply(make, scale, *heads, *gates))
 
@@ -112,12 +113,12 @@ class _Maker:
         """q or k ``[B, T, H * E, D]``, or v, from projected heads, state, weight and taps; without a gradient."""
         y, state, weight, taps = heads
         if weight is None:
-            return convolve_heads(y, taps, state, normalise=normalise)
+            return convolution.forward(y, taps, state, normalise=normalise)
         rest = (weight.to(y.dtype), y if self.grafted else None, taps, state)
         return expansion.expand_and_convolve(self.active(y), *rest, normalise=normalise)
 
     def through_activation(self, y: Tensor, d_active: Tensor, out: Tensor) -> None:
-        """Write the gradient of y to `out`, given that of the activated heads."""
+        """Write the gradient of y to `out`, given that of the activated heads; `out` may be the latter."""
         if self.activation is functional.silu:
             torch.ops.aten.silu_backward.grad_input(d_active, y, grad_input=out)
             return
@@ -163,10 +164,12 @@ def _backward(
     """Gradients of all inputs, in their order."""
     heads, (log_decay, beta, weights, state) = inputs[:HEADS], inputs[HEADS:]
     d_gates, d_weights = [torch.empty_like(x) for x in (log_decay, beta, state)], []
-    queries, keys, values = (_Remade(make, heads[first : first + 4], normalise=first < 8) for first in (0, 4, 8))
-    # Values are few: made once for all rows.
-    v = values.make(slice(None))
     step = _rows_at_a_time(heads, beta)
+    groups = -(-len(beta) // step)
+    queries, keys = (_Remade(make, heads[first : first + 4], groups, normalise=True) for first in (0, 4))
+    # Values are few: made once for all rows.
+    values = _Remade(make, heads[8:], 1, normalise=False)
+    v = values.make(slice(None))
     for first in range(0, len(beta), step):
         rows = slice(first, first + step)
         q, k = queries.make(rows), keys.make(rows)
@@ -180,62 +183,58 @@ def _backward(
         keys.backward(k)
     values.backward(v)
     d_heads = [x for part in (queries, keys, values) for x in part.gradients()]
-    return [*d_heads, *d_gates[:2], _summed(d_weights, weights.dtype), d_gates[2]]
+    return [*d_heads, *d_gates[:2], added(d_weights), d_gates[2]]
 
 
 class _Remade:
-    """Queries, keys or values in the backward: made again for some rows of the batch after the other."""
+    """Queries, keys or values in the backward: made again for some rows of the batch, a group, after the other."""
 
-    def __init__(self, make: _Maker, heads: Sequence[Any], *, normalise: bool) -> None:
+    def __init__(self, make: _Maker, heads: Sequence[Any], groups: int, *, normalise: bool) -> None:
         self.maker, self.normalise, self.heads = make, normalise, heads
         y, state, weight, taps = heads
-        self.weight, self.taps = None if weight is None else weight.to(y.dtype).contiguous(), taps.contiguous()
-        self.state = state.to(y.dtype)
-        if weight is not None:
-            # Turned once for all rows into the layout that an expansion's kernels read.
-            self.state = self.state.transpose(1, 2).contiguous().transpose(1, 2)
         self.d_y, self.d_before = torch.empty_like(y), y.new_empty((len(y), state.shape[2], len(taps)))
-        self.d_weights: list[Tensor] = []
         self.d_taps: list[Tensor] = []
+        if weight is not None:
+            self.weight, self.active = weight.to(y.dtype).contiguous(), make.active(y)
+            self.d_weights = self.weight.new_empty((groups, *weight.shape))
 
     def make(self, rows: slice) -> Tensor:
         """What the layer's forward made of these rows."""
-        self.rows, y = rows, self.heads[0][rows]
-        if self.weight is None:
-            return convolution.forward(y, self.taps, self.state[rows], normalise=self.normalise)
-        grafted = y if self.maker.grafted else None
-        self.made_of = (self.maker.active(y), self.weight, grafted, self.taps, self.state[rows])
+        self.rows, (y, state, weight, taps) = rows, self.heads
+        if weight is None:
+            return convolution.forward(y[rows], taps, state[rows], normalise=self.normalise)
+        grafted = y[rows] if self.maker.grafted else None
+        self.made_of = (self.active[rows], self.weight, grafted, taps, state[rows])
         made, self.kept = expansion.forward(*self.made_of, normalise=self.normalise)
         return made
 
     def backward(self, d_made: Tensor) -> None:
         """Keep the gradients of what the last `make` was made of, given its own."""
-        y, d_y, d_before = (x[self.rows] for x in (self.heads[0], self.d_y, self.d_before))
-        if self.weight is None:
-            rest = (self.taps, self.state[self.rows], d_made, d_y, d_before)
+        y, state, d_y, d_before = (x[self.rows] for x in (*self.heads[:2], self.d_y, self.d_before))
+        if self.heads[2] is None:
+            rest = (self.heads[3], state, d_made, d_y, d_before)
             self.d_taps.append(convolution.backward(y, *rest, normalise=self.normalise))
             return
-        d_active, d_weight, d_grafted, d_taps = expansion.backward(
-            *self.made_of, self.kept, d_made, d_before, normalise=self.normalise
+        into = (d_y, self.d_weights[len(self.d_taps)])
+        *_, d_grafted, d_taps = expansion.backward(
+            *self.made_of, self.kept, d_made, d_before, normalise=self.normalise, into=into
         )
         del self.made_of, self.kept
-        self.maker.through_activation(y, d_active, d_y)
+        self.maker.through_activation(y, d_y, d_y)
         if d_grafted is not None:
             d_y += d_grafted
-        self.d_weights.append(d_weight)
         self.d_taps.append(d_taps)
 
     def gradients(self) -> list[Tensor | None]:
         """Those of projected heads, state, weight (None where there is none) and taps."""
-        _, state, weight, taps = self.heads
-        d_weight = None if weight is None else _summed(self.d_weights, weight.dtype)
+        _, _, weight, taps = self.heads
+        d_weight = None
+        if weight is not None:
+            # Rounded as it is written for every group; added up in float32.
+            one = len(self.d_weights) == 1
+            d_weight = self.d_weights[0].to(weight.dtype) if one else self.d_weights.sum(0, dtype=weight.dtype)
         d_taps = (self.d_taps[0] if len(self.d_taps) == 1 else torch.cat(self.d_taps)).sum(0).t()
-        return [self.d_y, self.d_before.transpose(1, 2).to(state.dtype), d_weight, d_taps.to(taps.dtype)]
-
-
-def _summed(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """The gradient of an input that all rows share, added up in float32."""
-    return parts[0].to(dtype) if len(parts) == 1 else torch.stack(parts).sum(0, dtype=dtype)
+        return [self.d_y, self.d_before.transpose(1, 2), d_weight, d_taps.to(taps.dtype)]
 
 
 def _rows_at_a_time(heads: Sequence[Tensor], beta: Tensor) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longrecall.ops.triton import convolution
-from longrecall.ops.triton.convolution import convolve_heads
+from longrecall.ops.triton.convolution import convolve_heads, laid_out
 from longrecall.ops.triton.expansion_forward import TOKENS, forward_kernel
 from longrecall.ops.triton.hopper import expansion as hopper
 from longrecall.ops.triton.launch import arithmetic, interpreting, on_device, processors, unsupported
@@ -100,7 +100,7 @@ def forward(
     if hopper.declines(y, weight, grafted) is None:
         return hopper.forward(y, weight, grafted, taps, _before(y, state), normalise, eps, keep=True)
     z = expand(y, weight, grafted)
-    return convolution.forward(z, taps, state.to(z.dtype).contiguous(), normalise=normalise, eps=eps), z
+    return convolution.forward(z, taps, laid_out(state.to(z.dtype)), normalise=normalise, eps=eps), z
 
 
 def backward(
@@ -115,11 +115,12 @@ def backward(
     *,
     normalise: bool,
     eps: float = 1e-6,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Gradients of y, weight and grafted heads, given that of `forward`'s result and what it kept.
 
     Also parts of the taps' in float32, ``[parts, 4, H * E * D]``, which add up to it. That of the state is written to
-    `d_before`, ``[B, 3, H * E * D]`` in the dtype of y.
+    `d_before`, ``[B, 3, H * E * D]`` in the dtype of y; `into`, the first two to tensors of theirs, contiguous.
     """
     if hopper.declines(y, weight, grafted) is None:
         rest = (taps, _before(y, state), kept, d_out, d_before, normalise)
@@ -127,10 +128,12 @@ def backward(
     else:
         z, d_z = cast(Tensor, kept), torch.empty_like(d_out)
         found = (d_out, d_z, d_before)
-        d_taps = convolution.backward(z, taps, state.to(z.dtype), *found, normalise=normalise, eps=eps)
+        before = laid_out(state.to(z.dtype))
+        d_taps = convolution.backward(z, taps, before, *found, normalise=normalise, eps=eps)
     d_wide, first = d_z.unflatten(2, (y.shape[2], -1)).flatten(3), 0 if grafted is None else y.shape[3]
-    d_y, d_weight = _expanded_backward(d_wide[..., first:], weight, y)
-    return d_y, d_weight, d_wide[..., :first] if first else None, d_taps
+    into = (torch.empty_like(y), torch.empty_like(weight)) if into is None else into
+    _expanded_backward(d_wide[..., first:], weight, y, *into)
+    return *into, d_wide[..., :first] if first else None, d_taps
 
 
 def _before(y: Tensor, state: Tensor) -> Tensor:
@@ -189,14 +192,15 @@ class _Expand(torch.autograd.Function):
         y, weight = ctx.saved_tensors
         d_out = grads[0].contiguous()
         d_made = d_out[..., ctx.before :]
-        return *_expanded_backward(d_made, weight, y), d_out[..., : ctx.before] if ctx.before else None
+        d_y, d_weight = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (y, weight))
+        _expanded_backward(d_made, weight, y, d_y, d_weight)
+        return d_y, d_weight, d_out[..., : ctx.before] if ctx.before else None
 
 
-def _expanded_backward(d_made: Tensor, weight: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of y and the weight from that of y @ weight, ``[B, T, H, F]``."""
-    d_y = torch.empty_like(y, memory_format=torch.contiguous_format)
+def _expanded_backward(d_made: Tensor, weight: Tensor, y: Tensor, d_y: Tensor, d_weight: Tensor) -> None:
+    """Write the gradients of y and the weight, contiguous both, from that of y @ weight, ``[B, T, H, F]``."""
     torch.bmm(_by_head(d_made), weight.transpose(1, 2), out=_by_head(d_y))
-    return d_y, torch.bmm(_by_head(y).transpose(1, 2), _by_head(d_made))
+    torch.bmm(_by_head(y).transpose(1, 2), _by_head(d_made), out=d_weight)
 
 
 def _by_head(x: Tensor) -> Tensor:

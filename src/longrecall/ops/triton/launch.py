@@ -53,6 +53,10 @@ def arithmetic(dtype: torch.dtype) -> Arithmetic:
     return Arithmetic(torch.float32, "ieee" if interpreting() else "tf32" if loose else "tf32x3")
 
 
+MOST_ROWS = 2**16 - 1
+"""Programs along the second and third axis of a grid at most."""
+
+
 def unsupported(*tensors: Tensor) -> str | None:
     """Why no kernel can take these tensors, in words; None = device and dtypes are fine."""
     for x in tensors:

@@ -1,6 +1,8 @@
-"""The sum of a few large tensors, each number rounded once: what subheads write apart from each other."""
+"""Sums of what subheads, or groups of rows, write apart from each other."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -24,7 +26,7 @@ def part_sums_kernel(parts, sums, size, PARTS: tl.constexpr, BLOCK: tl.constexpr
 
 
 def part_sums(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """parts ``[P, ...]``, contiguous -> their sum ``[...]`` in `dtype`."""
+    """parts ``[P, ...]``, contiguous, large -> their sum ``[...]`` in `dtype`, each number rounded once."""
     if len(parts) == 1:
         return parts[0].to(dtype)
     # Triton's interpreter cuts a float32 off where a GPU rounds it to bfloat16: there torch rounds.
@@ -33,3 +35,9 @@ def part_sums(parts: Tensor, dtype: torch.dtype) -> Tensor:
         parts, sums, sums.numel(), PARTS=len(parts), BLOCK=BLOCK, num_warps=4
     )
     return sums.to(dtype)
+
+
+def added(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """What groups of rows found for a small input that all rows share, added up; None where none was looked for."""
+    found = [part for part in parts if part is not None]
+    return sum(found[1:], start=found[0]) if found else None

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from longrecall.ops.triton import retrieval_backward as backward_kernels
 from longrecall.ops.triton import retrieval_forward as forward_kernels
-from longrecall.ops.triton.launch import arithmetic, block, on_device, product_block, unsupported
+from longrecall.ops.triton.launch import MOST_ROWS, arithmetic, block, on_device, product_block, unsupported
 
 WIDEST_HEAD = 256
 WIDEST_VECTOR = 256
@@ -53,6 +53,8 @@ def declines(
         return f"chunk vectors are at most {WIDEST_VECTOR} wide; got {queries.shape[2]}"
     if chosen is not None and chosen.shape[-1] > MOST_CHUNKS:
         return f"a query chooses at most {MOST_CHUNKS} chunks; got {chosen.shape[-1]}"
+    if queries is not None and queries.shape[0] > MOST_ROWS:
+        return f"a batch has at most {MOST_ROWS} rows; got {queries.shape[0]}"
     return None
 
 

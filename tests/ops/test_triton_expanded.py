@@ -1,0 +1,129 @@
+"""Heads that the backward makes again: groups of rows, states, launches. The numbers: see test_triton_delta.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longrecall.layers.mixers.base import unread_states
+from longrecall.layers.mixers.delta_net import DeltaNet, GatedDeltaNetConfig
+
+delta_rule = pytest.importorskip("longrecall.ops.triton.delta_rule")
+expanded = pytest.importorskip("longrecall.ops.triton.expanded")
+launch = pytest.importorskip("longrecall.ops.triton.launch")
+
+pytestmark = pytest.mark.skipif(not launch.interpreting(), reason="needs TRITON_INTERPRET=1; see test_gpu_delta.py")
+
+ROWS, TOKENS, WIDTH, SUBHEADS = 2, 17, 16, 2
+PARTS = ("queries", "keys", "values")
+
+
+def tensors(expansion: bool, grafted: bool, seed: int = 0) -> dict[str, Tensor | None]:
+    """What `expanded_delta_rule` reads: a key head of 16 channels, two subheads or none, a value head."""
+    g = torch.Generator().manual_seed(seed)
+    factor = SUBHEADS if expansion else 1
+    found: dict[str, Tensor | None] = {}
+    for part in PARTS:
+        made, wide = (factor - grafted) * WIDTH, 1 if part == "values" else factor
+        found[f"{part} projected"] = torch.randn(ROWS, TOKENS, 1, WIDTH, generator=g)
+        weight = torch.randn(1, WIDTH, made, generator=g) * WIDTH**-0.5
+        found[f"{part} weight"] = weight if expansion and part != "values" else None
+        found[f"{part} taps"] = torch.randn(wide * WIDTH, 4, generator=g)
+        found[f"{part} state"] = torch.randn(ROWS, wide * WIDTH, 3, generator=g)
+    found["log decay"] = -0.1 * torch.rand(ROWS, TOKENS, factor, generator=g)
+    found["beta"] = torch.rand(ROWS, TOKENS, factor, generator=g)
+    found["state"] = torch.randn(ROWS, factor, WIDTH, WIDTH, generator=g)
+    found["weights"] = torch.randn(1, factor, generator=g) if grafted else None
+    return found
+
+
+def call(given: dict[str, Tensor | None], grafted: bool) -> tuple[Tensor, Tensor]:
+    heads = {
+        part: expanded.Heads(*(given[f"{part} {name}"] for name in ("projected", "weight", "taps", "state")))
+        for part in PARTS
+    }
+    rest = {name: given[name.replace("_", " ")] for name in ("log_decay", "beta", "state", "weights")}
+    out, final = expanded.expanded_delta_rule(**heads, **rest, activation=functional.silu, grafted=grafted, scale=0.25)
+    return out, final
+
+
+def results(given: dict[str, Tensor | None], grafted: bool) -> dict[str, Tensor]:
+    """Outputs, final states and the gradient of every input of a fixed random scalar."""
+    leaves = {name: None if x is None else x.detach().requires_grad_() for name, x in given.items()}
+    out, final = call(leaves, grafted)
+    g = torch.Generator().manual_seed(1)
+    sum((x * torch.randn(x.shape, generator=g)).sum() for x in (out, final)).backward()
+    gradients = {f"d {name}": x.grad for name, x in leaves.items() if x is not None and x.grad is not None}
+    assert len(gradients) == sum(x is not None for x in given.values())
+    return {"out": out.detach(), "final": final.detach(), **gradients}
+
+
+@pytest.mark.parametrize(("expansion", "grafted"), [(True, True), (False, False)], ids=str)
+def test_row_after_row_from_turned_states_finds_what_all_rows_find_at_once(
+    expansion: bool, grafted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tensors(expansion, grafted)
+    whole = results(given, grafted)
+    monkeypatch.setattr(delta_rule._Plan, "group_rows", lambda *_, **__: 1)
+    turned = dict(given)
+    for part in PARTS:
+        state = given[f"{part} state"]
+        assert state is not None
+        turned[f"{part} state"] = state.transpose(1, 2).contiguous().transpose(1, 2)
+    found = results(turned, grafted)
+    assert found.keys() == whole.keys()
+    for name, x in whole.items():
+        # Sums over tokens, and products on a CPU, add up in another order: a few roundings of float32.
+        assert float((found[name] - x).norm()) < 2e-6 * float(x.norm()), name
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations of torch that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[function.__name__.partition(".")[0]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_from_nothing_copies_no_state_and_sums_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tensors(True, False)
+    for part in PARTS:
+        projected, taps = given[f"{part} projected"], given[f"{part} taps"]
+        given[f"{part} state"] = expanded.convolution.no_inputs(projected, taps)
+    leaves = {name: None if x is None else x.requires_grad_("state" not in name) for name, x in given.items()}
+    monkeypatch.setattr(delta_rule._Plan, "group_rows", lambda *_, **__: 1)
+    # Gradients are found by the thread that is looked at.
+    with torch.autograd.set_multithreading_enabled(False), Counted() as counted:
+        out = call(leaves, False)[0]
+        torch.autograd.grad(out, [x for x in leaves.values() if x is not None and x.requires_grad], out)
+    found = counted.found
+    assert not found["clone"] and not found["_to_copy"], found
+    # Both expansions' weights over groups of rows, and the taps of all three.
+    assert found["sum"] == 2 + 3 and found["cat"] == 2 and not found["stack"], found
+    # Once forward and once back for all rows, of queries and of keys.
+    assert found["silu"] == 4 and found["silu_backward"] == 2 * ROWS, found
+
+
+@pytest.mark.parametrize("expansion", [{}, {"expansion": {"kind": "headwise", "factor": 2}}], ids=["plain", "wide"])
+def test_unread_states_change_no_output(expansion: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGRECALL_BACKEND", "triton")
+    torch.manual_seed(0)
+    config = GatedDeltaNetConfig.from_dict({"num_heads": 1, "key_dim": WIDTH, "value_dim": WIDTH, **expansion})
+    layer: DeltaNet = config.build(8)
+    x, options = torch.randn(2, TOKENS, 8), {"mask": None, "position": torch.zeros(2, dtype=torch.long)}
+    y, state = layer(x, None, **options)
+    with unread_states():
+        found, kept = layer(x, None, **options)
+    assert torch.equal(found, y) and torch.equal(kept["recurrent"], state["recurrent"])
+    # Only what takes launches of its own is left out.
+    assert set(state) - set(kept) == {"q_conv", "k_conv", "v_conv"}
