@@ -4,7 +4,8 @@
 
 bfloat16, B 8, T 4096, medians of CUDA events. "TFLOP/s" counts the products that the chunked form needs at chunks of
 64. Peers (flash-linear-attention, FlashQLA) are timed where they can be imported, and a row says why where they cannot;
-`--slow-peers` adds those that tune themselves for minutes. fla runs its own kernels (FLA_FLASH_QLA=0).
+`--slow-peers` adds those that tune themselves for minutes. fla runs its own kernels (FLA_FLASH_QLA=0). "first call"
+rows are the seconds of a layer's first step in a fresh process with an empty cache, compiling included.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,6 +163,37 @@ def delta_layers(rows: Rows, args: argparse.Namespace) -> None:
     gpu_peers.beside(rows, lambda: 600.0, factors=(1, 2, 4, 8, 16))
 
 
+FIRST_CALL = """
+import sys, time, torch
+sys.path.insert(0, sys.argv[1])
+import gpu_delta
+torch.zeros(1, 1, device="cuda") @ torch.zeros(1, 1, device="cuda")
+forward, leaves = gpu_delta.layer((8, 4096), int(sys.argv[2]), "ours")
+for leaf in leaves:
+    leaf.requires_grad_()
+torch.cuda.synchronize()
+began = time.perf_counter()
+forward().sum().backward()
+torch.cuda.synchronize()
+print(time.perf_counter() - began)
+"""
+
+
+def first_calls(rows: Rows, args: argparse.Namespace) -> None:
+    """Seconds of a layer's first forward and backward where nothing is compiled yet: processes with empty caches."""
+
+    def measure(factor: int) -> dict[str, Any]:
+        words = [sys.executable, "-c", FIRST_CALL, str(Path(__file__).parent), str(factor)]
+        with tempfile.TemporaryDirectory() as cache:
+            done = subprocess.run(
+                words, env={**os.environ, "TRITON_CACHE_DIR": cache}, capture_output=True, text=True, check=True
+            )
+        return {"seconds": float(done.stdout.splitlines()[-1])}
+
+    for factor in (1, 8):
+        rows.measure(f"first call of layer E={factor} ours", lambda factor=factor: measure(factor))
+
+
 def scan_ops(rows: Rows, args: argparse.Namespace) -> None:
     """Mamba's selective scan with 16 numbers a channel, in float32 as in its layer: small models, and one of 130M."""
 
@@ -186,7 +220,7 @@ def layer(description: dict[str, Any], batch: int, length: int, width: int) -> d
 
 
 SECTIONS: dict[str, list[Callable[[Rows, argparse.Namespace], None]]] = {
-    "layers": [linear_layers, delta_layers],
+    "layers": [linear_layers, delta_layers, first_calls],
     "linear": [linear_ops, linear_peers],
     "scan": [scan_ops],
 }

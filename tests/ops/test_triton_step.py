@@ -29,8 +29,9 @@ def randn(seed: int, *shape: int) -> Tensor:
 
 
 def expected_step(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor, gate: Gate, share: int, beta: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, gate: Gate, share: int, beta: Tensor | None,
+    *, normalise: bool = True, skip: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The step in float64: q, k ``[B, G, K]``, v ``[B, Hv, V]`` -> o ``[B, H, V]`` and the new state."""
     heads, repeats = state.shape[1], state.shape[1] // q.shape[1]
     q, k, v, S = (x.double() for x in (q, k, v, state))
@@ -53,10 +54,12 @@ def expected_step(
             written = v * step[..., None]
         S = S * torch.exp(-gate.A_log.double().exp() * step)[..., None, None]
     if beta is not None:
-        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        if normalise:
+            q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
         written = torch.sigmoid(beta.double())[..., None] * (v - torch.einsum("bhk,bhkv->bhv", k, S))
     S = S + k[..., None] * written[..., None, :]
-    return 0.3 * torch.einsum("bhk,bhkv->bhv", q, S), S
+    y = 0.3 * torch.einsum("bhk,bhkv->bhv", q, S)
+    return y if skip is None else y + skip.double()[:, None] * v, S
 
 
 @pytest.mark.parametrize("counts", [[5], [3, 1, 20], [8, 9, 1, 17, 2, 16, 4, 7, 5, 6]], ids=len)
@@ -124,22 +127,67 @@ def test_a_state_in_bfloat16(delta: bool) -> None:
     torch.testing.assert_close(state.double(), S, rtol=2**-7, atol=1e-6)
 
 
-def test_tiles_by_width_number_and_dtype_of_states() -> None:
-    def tile(*sizes: int, delta: bool = False, channel: bool = False, narrow: bool = False) -> tuple[int, int, int]:
-        return decoding_recurrence._tile(*sizes, delta=delta, channel=channel, narrow=narrow)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "delta", "rows", "K", "V"),
+    [
+        ("channel", False, 1, 1, 1),
+        ("channel", False, 1, 300, 65),
+        ("step", False, 3, 33, 17),
+        ("delta", True, 1, 1, 1),
+        ("delta", True, 3, 20, 5),
+        ("delta", True, 1, 66, 3),
+        ("channel", True, 1, 34, 17),
+    ],
+)
+def test_a_step_of_its_own_tiles_in_any_dtype(
+    kind: str, delta: bool, rows: int, K: int, V: int, dtype: torch.dtype
+) -> None:
+    heads = 2
+    q, k, v = randn(1, rows, heads, K), randn(2, rows, heads, K), randn(3, rows, heads, V)
+    raw = 4 * randn(4, rows, heads * K if kind == "channel" else heads)
+    parameters = (None, None) if kind == "channel" else (randn(5, heads), randn(6, heads))
+    gate = Gate(kind, raw, *parameters, divisor=8.0, high=1.5)
+    beta = randn(7, rows, heads) if delta else None
+    state = randn(8, rows, heads, K, V).to(dtype)
+    y, S = expected_step(q, k, v, state, gate, 1, beta)
+    found = recurrence(
+        q.flatten(1), k.flatten(1), v.flatten(1), state, gate,
+        scale=0.3, key_heads=heads, value_heads=heads, beta=beta, normalise=delta,
+    )  # fmt: skip
+    # Float32 sums of up to 300 terms; what is kept loses what the dtype has not, cut off by the interpreter.
+    torch.testing.assert_close(found.double(), y, rtol=5e-5, atol=5e-5)
+    torch.testing.assert_close(state.double(), S, rtol=max(torch.finfo(dtype).eps, 2e-5), atol=2e-5)
 
-    # Too few programs otherwise.
-    assert tile(256, 512, 4, 132, channel=True) == (256, 16, 4)
-    assert tile(256, 512, 256, 132, channel=True) == (256, 32, 4)
-    assert tile(256, 2048, 256, 132, channel=True) == (256, 64, 4)
-    assert tile(256, 512, 256, 132, channel=True, narrow=True) == (64, 64, 2)
-    assert tile(256, 2048, 256, 132, channel=True, narrow=True) == (128, 64, 2)
-    assert tile(128, 512, 256, 132, channel=True) == (64, 64, 2)
-    assert tile(128, 64, 4096, 132) == (128, 64, 4)
+
+def test_gates_of_any_size() -> None:
+    """Decays and steps that are almost 0 or 1: a small step is right to float32's precision, not only absolutely."""
+    raw = torch.tensor([-80.0, -30.0, -12.0, -3.0, -0.1, 0.0, 0.3, 5.0, 19.0, 40.0, 85.0, 100.0], device=DEVICE)
+    heads = len(raw)
+    none = torch.zeros(heads, device=DEVICE)
+    one = torch.ones(1, heads, device=DEVICE)
+    state = torch.zeros(1, heads, 1, 1, device=DEVICE)
+    gate = Gate("step", raw[None], none, none)
+    recurrence(one[:, :1], one[:, :1], one, state, gate, scale=1.0, key_heads=1, value_heads=heads)
+    # What is written is the step alone. Exponentials of a GPU: 2^-22 and what rounds in arguments up to 80 * log2 e.
+    torch.testing.assert_close(state.flatten().double(), F.softplus(raw.double()), rtol=2e-5, atol=0)
+    state = torch.ones(1, heads, 1, 1, device=DEVICE)
+    gate = Gate("channel", raw[None], divisor=2.0)
+    recurrence(one, 0 * one, one, state, gate, scale=1.0, key_heads=heads, value_heads=heads)
+    torch.testing.assert_close(state.flatten().double(), torch.sigmoid(raw.double()).sqrt(), rtol=2e-5, atol=0)
+
+
+def test_tiles_by_width_and_number_of_states() -> None:
+    tile = decoding_recurrence._tile
+    assert tile(256, 512, delta=False, few=True) == (256, 16, 4)
+    assert tile(256, 512, delta=False, few=False) == tile(512, 64, delta=False, few=False) == (256, 64, 4)
+    # Few numbers to hold: fewer warps have less to add up across them.
+    assert tile(128, 64, delta=False, few=False) == (128, 64, 2)
+    assert tile(20, 21, delta=False, few=False) == (32, 32, 2)
     # The delta rule holds all keys of a head, and 32 KiB of float32 at most.
-    assert tile(128, 128, 8, 132, delta=True) == (128, 64, 4)
-    assert tile(1024, 128, 8, 132, delta=True) == (1024, 16, 4)
-    assert tile(128, 128, 8, 132, delta=True, narrow=True) == (128, 32, 2)
+    assert tile(128, 128, delta=True, few=True) == (128, 16, 4)
+    assert tile(128, 128, delta=True, few=False) == (128, 64, 2)
+    assert tile(1024, 128, delta=True, few=False) == (1024, 16, 4)
 
 
 CHUNK, WIDTH, ROOM = 3, 10, 400

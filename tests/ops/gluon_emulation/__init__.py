@@ -110,14 +110,14 @@ class _Machine:
             self.traffic.end()
 
     def _argument(self, x: Any, memories: dict[int, Memory]) -> Any:
-        """An argument as the kernel has it. Tensors that begin at one address share their memory."""
+        """An argument as the kernel has it; None stays None. Tensors that begin at one address share their memory."""
         if isinstance(x, Tensor):
             numbers = x.view(-1)
             fresh = Memory(numbers, torch.full(numbers.shape, NOBODY))
             return Pointer(memories.setdefault(numbers.data_ptr(), fresh))
         if isinstance(x, float):
             return float(torch.tensor(x, dtype=torch.float32))
-        return Scalar(x)
+        return None if x is None else Scalar(x)
 
 
 class _Kernel:

@@ -62,6 +62,16 @@ def _scan(x: Tensor, axis: int, combine: Callable[[Any, Any], Any], reverse: boo
     return torch.stack(parts[::-1] if reverse else parts, axis)
 
 
+def _reduce(x: Any, axis: int, combine: Callable[..., Any]) -> Any:
+    """By halves, of a tile or of several at once."""
+    tiles = x if isinstance(x, tuple) else (x,)
+    parts = [tuple(one) for one in zip(*(tile.unbind(axis) for tile in tiles), strict=True)]
+    while len(parts) > 1:
+        joined = [combine(*a, *b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        parts = [one if isinstance(one, tuple) else (one,) for one in joined]
+    return parts[0] if isinstance(x, tuple) else parts[0][0]
+
+
 def _assembly(asm: str, constraints: str, args: list[Any], *, dtype: Any, is_pure: bool, pack: int) -> Any:
     return ptx.run(asm, constraints, args, dtype, pack)
 
@@ -71,7 +81,7 @@ def language(traffic: Traffic, program: list[int], programs: list[int]) -> dict[
     gl = Names(
         "gl",
         **dict.fromkeys(LAYOUTS, Layout),
-        **{kind: getattr(torch, kind) for kind in ("float32", "bfloat16", "int32", "int64")},
+        **{kind: getattr(torch, kind) for kind in ("float32", "bfloat16", "int32", "int64", "uint32")},
         constexpr=lambda value: Constant(value) if type(value) is int else value,
         program_id=lambda axis: Scalar(program[axis]),
         num_programs=lambda axis: Scalar(programs[axis]),
@@ -83,6 +93,8 @@ def language(traffic: Traffic, program: list[int], programs: list[int]) -> dict[
         where=_where,
         exp=torch.exp,
         exp2=torch.exp2,
+        rsqrt=torch.rsqrt,
+        reduce=_reduce,
         minimum=_between(True),
         maximum=_between(False),
         sum=torch.sum,

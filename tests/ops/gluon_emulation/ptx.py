@@ -78,7 +78,10 @@ INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
     "add.f32": _on_floats(torch.add),
     "sub.f32": _on_floats(torch.sub),
     "mul.f32": _on_floats(torch.mul),
+    # Of NaN and a number it takes the number.
+    "min.f32": _on_floats(torch.fmin),
     "ex2.approx.ftz.f32": _on_floats(torch.exp2, flushed=True),
+    "lg2.approx.ftz.f32": _on_floats(torch.log2, flushed=True),
     "rsqrt.approx.ftz.f32": _on_floats(torch.rsqrt, flushed=True),
     "rcp.approx.ftz.f32": _on_floats(torch.reciprocal, flushed=True),
     "tanh.approx.f32": _on_floats(torch.tanh),

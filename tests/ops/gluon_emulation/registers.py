@@ -20,6 +20,10 @@ class Register(Tensor):
     def type(self) -> Any:
         return SimpleNamespace(layout=None)
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        # PyTorch compares no unsigned numbers: they get more bits.
+        return super().to(torch.int64) % 2**32 if torch.uint32 in args else super().to(*args, **kwargs)
+
     def __iadd__(self, other: Any) -> Any:
         return self + other
 
@@ -67,7 +71,9 @@ class Scalar(int):
     __rshift__, __and__ = _whole(operator.rshift), _whole(operator.and_)
 
     def to(self, dtype: torch.dtype) -> Any:
-        return torch.tensor(int(self), dtype=dtype).as_subclass(Register) if dtype.is_floating_point else self
+        if dtype.is_floating_point:
+            return torch.tensor(int(self), dtype=dtype).as_subclass(Register)
+        return Scalar(int(self) % 2**32) if dtype == torch.uint32 else self
 
 
 def scalars(*bounds: int) -> Iterator[Scalar]:
