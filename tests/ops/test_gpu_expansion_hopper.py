@@ -61,14 +61,23 @@ def results(case: Case, inputs: dict[str, Tensor], exact: bool) -> dict[str, Ten
     return {"out": out, **{name: x for name, x in zip(NAMES, found, strict=True) if x is not None}}
 
 
-def formulas(case: Case, y: Tensor, weight: Tensor, head: Tensor | None, taps: Tensor, state: Tensor) -> Tensor:
+def convolved(y: Tensor, weight: Tensor, head: Tensor | None, state: Tensor) -> Tensor:
+    """What the convolution takes, ``[B, H * E * D, 3 + T]``."""
     z = torch.einsum("bthd,hdf->bthf", y, weight)
     z = (z if head is None else torch.cat([head, z], -1)).flatten(2)
     # Rounded as the kernels do, with the gradient of the identity: SiLU's slope depends on it.
     z = z + (z.bfloat16().double() - z).detach()
-    z = torch.cat([state.transpose(1, 2), z], 1).transpose(1, 2)
-    made = functional.silu(functional.conv1d(z, taps[:, None], groups=len(taps)))
-    made = made.transpose(1, 2).unflatten(2, (-1, case.width))
+    return torch.cat([state.transpose(1, 2), z], 1).transpose(1, 2)
+
+
+def convolution(z: Tensor, taps: Tensor, width: int) -> Tensor:
+    """Of what `convolved` makes: ``[B, T, H * E, D]``."""
+    c = functional.conv1d(z, taps[:, None], groups=len(taps))
+    return c.transpose(1, 2).unflatten(2, (-1, width))
+
+
+def formulas(case: Case, y: Tensor, weight: Tensor, head: Tensor | None, taps: Tensor, state: Tensor) -> Tensor:
+    made = functional.silu(convolution(convolved(y, weight, head, state), taps, case.width))
     return made * (made.square().sum(-1, keepdim=True) + EPS).rsqrt() if case.normalise else made
 
 
@@ -82,6 +91,70 @@ def test_results_and_gradients_equal_the_formulas(case: Case) -> None:
     wanted = results(case, inputs, exact=True)
     errors = {name: error(x, wanted[name]) for name, x in results(case, inputs, exact=False).items()}
     assert all(x < TOLERANCE for x in errors.values()), errors
+
+
+def check_below_zero(inputs: dict[str, Tensor], case: Case) -> None:
+    """The first head's first subhead is what it is made from, about 1, and the convolution brings it to -5 .. -12.
+
+    Its last channel comes to -1000, and shares a reciprocal with the one before.
+    """
+    width = case.width
+    inputs["y"][:, :, 0] = 1 + 0.1 * inputs["y"][:, :, 0]
+    inputs["weight"][0, :, :width] = torch.eye(width)
+    inputs["taps"][:width] = -torch.linspace(5, 12, width)[:, None].to(inputs["taps"]) / 4
+    inputs["taps"][width - 1] = -250
+    inputs["state"][:, :width] = 1 + 0.1 * inputs["state"][:, :width]
+    wanted, found = results(case, inputs, exact=True), results(case, inputs, exact=False)
+    assert float(found["out"][:, :, 0, -1].abs().max()) < 1e-12
+    out, exact = found["out"][:, :, 0, :-1].double(), wanted["out"][:, :, 0, :-1]
+    # Each number but for its rounding to bfloat16; by Hopper's tanh they are off by up to 4 percent.
+    assert float(((out - exact) / exact).abs().max()) < 1.01 * 2**-8
+    # Sums of up to three numbers that may cancel: of a channel all together.
+    gap, size = (x[:, : width - 1].double().norm(dim=-1) for x in (found["state"] - wanted["state"], wanted["state"]))
+    assert float((gap / size).max()) < 2**-7
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_a_head_far_below_zero_keeps_its_digits(normalise: bool) -> None:
+    case = Case(2, 203, 2, 128, 2, normalise=normalise)
+    check_below_zero(tensors(case), case)
+
+
+def check_large(inputs: dict[str, Tensor], case: Case) -> None:
+    """Of the sigmoid's powers of two some are infinite or limited, others zero."""
+    for name in ("y", "state"):
+        inputs[name] *= 1e4
+    wanted, found = results(case, inputs, exact=True), results(case, inputs, exact=False)
+    errors = {name: error(x, wanted[name]) for name, x in found.items()}
+    assert all(x < TOLERANCE for x in errors.values()), errors
+    # What SiLU takes to almost nothing: its argument is below -60 however sums before a rounding to bfloat16 were added
+    # up, which moves a number by 2^-7 of itself, or by a little where large ones cancelled (40 is plenty).
+    y, weight, head, taps, state = (None if x is None else x.double() for x in map(inputs.get, NAMES))
+    z = convolved(y, weight, head, state)
+    most = convolution(z, taps, case.width) + 2**-7 * convolution(z.abs(), taps.abs(), case.width)
+    nothing = most < -100
+    assert nothing.float().mean() > 0.3
+    # Arguments of 1e6 at most, times the sigmoid's limit, 2^-62.
+    assert float(found["out"][nothing].abs().max()) < 1e6 * 2**-62
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_large_inputs_stay_finite(normalise: bool) -> None:
+    case = Case(2, 1003, 2, 128, 4, normalise=normalise)
+    check_large(tensors(case), case)
+
+
+def check_nan(inputs: dict[str, Tensor], case: Case) -> None:
+    """Channels that share a reciprocal share nothing else."""
+    inputs["state"][0, 5, 0] = float("nan")
+    found = results(case, inputs, exact=False)["out"].flatten(2).isnan().nonzero()
+    # The first of three inputs before the text: one token takes it.
+    assert found.tolist() == [[0, 0, 5]]
+
+
+def test_nan_stays_in_its_channel() -> None:
+    case = Case(1, 17, 1, 128, 2, normalise=False)
+    check_nan(tensors(case), case)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

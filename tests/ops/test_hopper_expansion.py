@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.ops.gluon_emulation import install
-from tests.ops.test_gpu_expansion_hopper import TOLERANCE, error, results
+from tests.ops.test_gpu_expansion_hopper import TOLERANCE, check_below_zero, check_large, check_nan, error, results
 from tests.ops.test_triton_expansion import Case
 
 CASES = [
@@ -46,3 +46,23 @@ def test_results_and_gradients_equal_the_formulas(case: Case, monkeypatch: pytes
     errors = {name: error(x, wanted[name]) for name, x in results(case, inputs, exact=False).items()}
     assert ran == ["forward_kernel", "backward_kernel"]
     assert all(x < TOLERANCE for x in errors.values()), errors
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_a_head_far_below_zero_keeps_its_digits(normalise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    case = Case(1, 35, 1, 64, 2, normalise=normalise)
+    check_below_zero(tensors(case), case)
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_large_inputs_stay_finite(normalise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    case = Case(1, 35, 1, 64, 2, normalise=normalise)
+    check_large(tensors(case), case)
+
+
+def test_nan_stays_in_its_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    case = Case(1, 17, 1, 64, 2, normalise=False)
+    check_nan(tensors(case), case)

@@ -5,8 +5,8 @@ to the first, forms the convolution's inputs again and writes their gradients. A
 follow each other; two programs fit a multiprocessor, and one multiplies while the other does the rest. The gradients of
 y and of the weight are left to products of what is written.
 
-All formulas are those of `ops.triton.convolution`; taps are halved, so gradients of the convolution's output are
-doubled. Norms are those that the forward kept.
+All formulas are those of `ops.triton.convolution`, at other scales: taps are multiplied by -log2 e, so gradients of the
+convolution's output by -ln 2. Norms are those that the forward kept.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from longrecall.ops.triton.hopper.launch import gluon_kernel
 from longrecall.ops.triton.hopper.streams import (
+    LN2,
+    LOG2E,
     convolve,
     fetch,
     form,
@@ -25,6 +27,7 @@ from longrecall.ops.triton.hopper.streams import (
     operands,
     rows,
     scaled_taps,
+    sigmoid,
     streams,
     summing,
     token,
@@ -42,22 +45,32 @@ PRODUCTS = gl.constexpr(_products())
 
 
 @gluon.jit
-def _slope(d, y, s, inverse, product, NORMALISE: gl.constexpr):
-    """Twice the gradient of the convolution, given that of the result.
+def _silu(x0, x1, x2, x3, taps):
+    """SiLU of the convolution at the token of x3, times -log2 e, and its sigmoid."""
+    c = convolve(x0, x1, x2, x3, taps)
+    s = sigmoid(c)
+    return c * s, s
 
-    `y` and `s` are those of `convolve`, `inverse` is 1 / |y|, `product` is <d, y>.
+
+@gluon.jit
+def _slope(d, y, s, inverse, product, NORMALISE: gl.constexpr):
+    """-ln 2 times the gradient of the convolution, given that of the result.
+
+    `y` and `s` are those of `_silu`, `inverse` is -1 / |y|, `product` is <d, y>.
     """
-    silu = (2.0 - s) * y + s
+    silu = (s * LN2 - LN2) * y + s
     if NORMALISE:
         d = (d - y * gl.expand_dims(product * (inverse * inverse), 2)) * gl.expand_dims(inverse, 2)
+    else:
+        d *= -LN2
     return d * silu
 
 
 @gluon.jit
 def _two(d0, d1, x0, x1, x2, x3, x4, taps, inverse, NORMALISE: gl.constexpr):
-    """Twice the gradients of the convolution at two tokens; their inputs are x3 and x4."""
-    y0, s0 = convolve(x0, x1, x2, x3, taps)
-    y1, s1 = convolve(x1, x2, x3, x4, taps)
+    """-ln 2 times the gradients of the convolution at two tokens; their inputs are x3 and x4."""
+    y0, s0 = _silu(x0, x1, x2, x3, taps)
+    y1, s1 = _silu(x1, x2, x3, x4, taps)
     p0, p1 = inverse
     if NORMALISE:
         p0, p1 = gl.inline_asm_elementwise(
@@ -144,7 +157,7 @@ def _leave(d_state, d_taps, later, sums, taps, begins, SIZE: gl.constexpr, A: gl
     gl.store(d_state + SIZE, _to_input(zero, zero, later[0], later[1], taps, A, D), mask=begins)
     gl.store(d_state, _to_input(zero, zero, zero, later[0], taps, A, D), mask=begins)
     for n in gl.static_range(4):
-        gl.store(d_taps + n * SIZE, narrow(sums[n] * 0.5, A, D))
+        gl.store(d_taps + n * SIZE, narrow(sums[n] * -LOG2E, A, D))
 
 
 @gluon_kernel
@@ -167,8 +180,8 @@ def backward_kernel(
     z_tile = gl.allocate_shared_memory(gl.bfloat16, [64, D], S)
     d_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], S)
 
-    y_rows, t, live = rows(source, B, T, segments, chunks, L, D, HEADS * D)
-    d_rows = rows(d_out + sub * D, B, T, segments, chunks, L, D, SIZE)[0]
+    texts, t = rows(B, T, segments, chunks, D)
+    d_heads = d_out + sub * D
     stream = gl.arange(0, 8, layout=gl.SliceLayout(1, A))
     channel = gl.arange(0, D, layout=gl.SliceLayout(0, A))[None, :] + sub * D
     b, start, alive = streams(stream, B, T, segments, chunks)
@@ -180,11 +193,11 @@ def backward_kernel(
     norms = norm_places(norms, B, T, segments, chunks, SUBHEADS, P)
 
     # Above the last tile: what its gradients of the convolution give to the one below. Heads lie 3 tokens before.
-    fetch(d_tiles.index(1), d_rows, t, length, T, SIZE, live)
-    fetch(y_tile, y_rows, t, length - 3, T, HEADS * D, live)
+    fetch(d_tiles.index(1), d_heads, texts, t, length, T, SIZE)
+    fetch(y_tile, source, texts, t, length - 3, T, HEADS * D)
     form(y_tile, w, z_tile, Z, D)
-    fetch(y_tile, y_rows, t, length - 11, T, HEADS * D, live)
-    fetch(d_tiles.index(0), d_rows, t, length - 8, T, SIZE, live)
+    fetch(y_tile, source, texts, t, length - 11, T, HEADS * D)
+    fetch(d_tiles.index(0), d_heads, texts, t, length - 8, T, SIZE)
     rest = gl.convert_layout(left, gl.SliceLayout(1, Q), assert_trivial=True)[:, None]
     window, later = _above(z_tile, d_tiles.index(1), norms, rest, length, k, SUBHEADS, NORMALISE, A, P)
     zero = gl.zeros([8, 32, D // 32], gl.float32, P)
@@ -193,19 +206,19 @@ def backward_kernel(
         ahead = length - 8 - 8 * i
         norm = norms + ahead.to(gl.int64) * SUBHEADS
         n6 = _inverse(norm, 6, rest - ahead, SUBHEADS, NORMALISE)
-        n4 = _inverse(norm, 4, rest - ahead, SUBHEADS, NORMALISE)
         form(y_tile, w, z_tile, Z, D)
-        fetch(y_tile, y_rows, t, ahead - 11, T, HEADS * D, live)
-        fetch(d_tiles.index((i + 1) % 2), d_rows, t, ahead - 8, T, SIZE, live)
-        n2 = _inverse(norm, 2, rest - ahead, SUBHEADS, NORMALISE)
-        n0 = _inverse(norm, 0, rest - ahead, SUBHEADS, NORMALISE)
+        fetch(y_tile, source, texts, t, ahead - 11, T, HEADS * D)
+        fetch(d_tiles.index((i + 1) % 2), d_heads, texts, t, ahead - 8, T, SIZE)
         if i == chunks - 1:
             _begin(z_tile, state + before_text, begins, SIZE, A)
         d, place = d_tiles.index(i % 2), there + ahead.to(gl.int64) * SIZE
+        n4 = _inverse(norm, 4, rest - ahead, SUBHEADS, NORMALISE)
         window, later, sums = _pair(z_tile, d, place, 6, left - ahead, window, later, n6, k, sums,
                                     SIZE, D, NORMALISE, A, P)  # fmt: skip
+        n2 = _inverse(norm, 2, rest - ahead, SUBHEADS, NORMALISE)
         window, later, sums = _pair(z_tile, d, place, 4, left - ahead, window, later, n4, k, sums,
                                     SIZE, D, NORMALISE, A, P)  # fmt: skip
+        n0 = _inverse(norm, 0, rest - ahead, SUBHEADS, NORMALISE)
         window, later, sums = _pair(z_tile, d, place, 2, left - ahead, window, later, n2, k, sums,
                                     SIZE, D, NORMALISE, A, P)  # fmt: skip
         window, later, sums = _pair(z_tile, d, place, 0, left - ahead, window, later, n0, k, sums,

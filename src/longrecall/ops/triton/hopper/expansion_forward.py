@@ -13,6 +13,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from longrecall.ops.triton.hopper.launch import gluon_kernel
 from longrecall.ops.triton.hopper.streams import (
+    LN2,
+    LOG2E,
     before,
     convolve,
     fetch,
@@ -22,6 +24,7 @@ from longrecall.ops.triton.hopper.streams import (
     operands,
     rows,
     scaled_taps,
+    sigmoids,
     streams,
     summing,
     token,
@@ -29,16 +32,27 @@ from longrecall.ops.triton.hopper.streams import (
 
 
 def _norms() -> str:
-    """PTX: from sums of squares of four tokens, a lane's part, and eps: 1 / norm of each."""
+    """PTX: from sums of squares of four tokens, a lane's part, and eps: -1 / norm of each, and of the lane's token.
+
+    A lane's token is the number of its quarter of the warp.
+    """
     lines = [".reg .b32 a<4>, s, k, t, r, lane;", ".reg .pred p;"]
-    lines += [f"mov.b32 a{i}, ${4 + i};" for i in range(4)]
-    lines += [*summing(4), "add.f32 s, a0, $8;", "rsqrt.approx.ftz.f32 s, s;"]
-    lines += [f"shfl.sync.idx.b32 ${i}, s, {8 * i}, 31, -1;" for i in range(4)]
+    lines += [f"mov.b32 a{i}, ${5 + i};" for i in range(4)]
+    lines += [*summing(4), "add.f32 s, a0, $9;", "rsqrt.approx.ftz.f32 s, s;", "sub.f32 s, 0f00000000, s;"]
+    lines += [*(f"shfl.sync.idx.b32 ${i}, s, {8 * i}, 31, -1;" for i in range(4)), "mov.b32 $4, s;"]
     return "{ " + " ".join(lines) + " }"
 
 
 NORMS = gl.constexpr(_norms())
-REGISTERS = gl.constexpr(",".join(["=&f"] * 4 + ["f"] * 5))
+REGISTERS = gl.constexpr(",".join(["=&f"] * 5 + ["f"] * 5))
+
+
+@gluon.jit
+def _silu(x0, x1, x2, x3, taps):
+    """SiLU of the convolution at the token of x3, times -log2 e."""
+    c = convolve(x0, x1, x2, x3, taps)
+    # Halving the reciprocals is worth more here than in the backward, which has less room for what it takes.
+    return c * sigmoids(c)
 
 
 @gluon.jit
@@ -50,22 +64,23 @@ def _half(
     Q: gl.constexpr = gl.SliceLayout(2, P)
     x0, x1, x2 = window
     x3, x4, x5, x6 = token(z, n, A, P), token(z, n + 1, A, P), token(z, n + 2, A, P), token(z, n + 3, A, P)
-    y0, y1 = convolve(x0, x1, x2, x3, taps)[0], convolve(x1, x2, x3, x4, taps)[0]
-    y2, y3 = convolve(x2, x3, x4, x5, taps)[0], convolve(x3, x4, x5, x6, taps)[0]
+    y0, y1 = _silu(x0, x1, x2, x3, taps), _silu(x1, x2, x3, x4, taps)
+    y2, y3 = _silu(x2, x3, x4, x5, taps), _silu(x3, x4, x5, x6, taps)
     if NORMALISE:
         n0, n1, n2, n3 = gl.sum(y0 * y0, 2), gl.sum(y1 * y1, 2), gl.sum(y2 * y2, 2), gl.sum(y3 * y3, 2)
-        small = gl.full_like(n0, 0.0) + eps
-        n0, n1, n2, n3 = gl.inline_asm_elementwise(
+        # The sums are those of numbers times log2 e.
+        small = gl.full_like(n0, 0.0) + eps * (LOG2E * LOG2E)
+        n0, n1, n2, n3, own = gl.inline_asm_elementwise(
             NORMS, REGISTERS, [n0, n1, n2, n3, small],
-            dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
+            dtype=(gl.float32, gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
         )  # fmt: skip
         if KEEP:
             rest = gl.convert_layout(left, gl.SliceLayout(1, Q), assert_trivial=True)[:, None]
-            gl.store(norms + n * (SIZE // D), n0, mask=n < rest)
-            gl.store(norms + (n + 1) * (SIZE // D), n1, mask=n + 1 < rest)
-            gl.store(norms + (n + 2) * (SIZE // D), n2, mask=n + 2 < rest)
-            gl.store(norms + (n + 3) * (SIZE // D), n3, mask=n + 3 < rest)
+            own_token = n + (gl.arange(0, 32, layout=gl.SliceLayout(0, Q))[None, :] >> 3)
+            gl.store(norms + n * (SIZE // D), own, mask=own_token < rest)
         y0, y1, y2, y3 = y0 * n0[:, :, None], y1 * n1[:, :, None], y2 * n2[:, :, None], y3 * n3[:, :, None]
+    else:
+        y0, y1, y2, y3 = y0 * -LN2, y1 * -LN2, y2 * -LN2, y3 * -LN2
     gl.store(there + n * SIZE, narrow(y0.to(gl.bfloat16), A, D), mask=(n < left)[:, None])
     gl.store(there + (n + 1) * SIZE, narrow(y1.to(gl.bfloat16), A, D), mask=(n + 1 < left)[:, None])
     gl.store(there + (n + 2) * SIZE, narrow(y2.to(gl.bfloat16), A, D), mask=(n + 2 < left)[:, None])
@@ -91,7 +106,7 @@ def forward_kernel(
     y_tile = gl.allocate_shared_memory(BF, [64, D], S)
     z_tile = gl.allocate_shared_memory(BF, [64, D], S)
 
-    y_rows, t, live = rows(source, B, T, segments, chunks, L, D, HEADS * D)
+    texts, t = rows(B, T, segments, chunks, D)
     stream = gl.arange(0, 8, layout=gl.SliceLayout(1, A))
     channel = gl.arange(0, D, layout=gl.SliceLayout(0, A))[None, :] + gl.program_id(0) * D
     b, start, alive = streams(stream, B, T, segments, chunks)
@@ -100,12 +115,13 @@ def forward_kernel(
     begins = (alive & (start == 0))[:, None] & (channel >= 0)
     k = scaled_taps(taps, channel + gl.zeros_like(start)[:, None], P)
     norms = norm_places(norms, B, T, segments, chunks, SIZE // D, P)
+    norms += (gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, P)))[None, :] >> 3) * (SIZE // D)
 
     # Before the first tile: the three inputs that its first tokens take.
     first = chunks * 0
-    fetch(y_tile, y_rows, t, first - 8, T, HEADS * D, live)
+    fetch(y_tile, source, texts, t, first - 8, T, HEADS * D)
     form(y_tile, w, z_tile, Z, D)
-    fetch(y_tile, y_rows, t, first, T, HEADS * D, live)
+    fetch(y_tile, source, texts, t, first, T, HEADS * D)
     state += b[:, None] * (3 * SIZE) + channel
     window = (
         before(state, 0, token(z_tile, 5, A, P), begins, SIZE, P),
@@ -115,7 +131,7 @@ def forward_kernel(
     for i in range(chunks):
         ahead = first + 8 * i
         form(y_tile, w, z_tile, Z, D)
-        fetch(y_tile, y_rows, t, ahead + 8, T, HEADS * D, live)
+        fetch(y_tile, source, texts, t, ahead + 8, T, HEADS * D)
         place, norm = there + ahead.to(gl.int64) * SIZE, norms + ahead.to(gl.int64) * (SIZE // D)
         window = _half(z_tile, place, norm, 0, left - ahead, window, k, eps, SIZE, D, NORMALISE, KEEP, A, P)
         window = _half(z_tile, place, norm, 4, left - ahead, window, k, eps, SIZE, D, NORMALISE, KEEP, A, P)

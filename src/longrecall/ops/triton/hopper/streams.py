@@ -4,7 +4,9 @@ A program has one subhead and walks along 8 parts of the text, its streams, 8 to
 tile are token after token, and of each token the 8 streams. A warp has a stream and each of its lanes D / 32 channels:
 the token before is another variable, and a token's norm is a sum over one warp.
 
-Taps are halved: x sigmoid(x) is h + h tanh(h) for h = x / 2, and Hopper has an instruction for tanh, right to 2^-11.
+Taps are multiplied by -log2 e: the convolution is what the sigmoid's power of two takes. Before it is rounded, SiLU is
+right to about 2^-20 of itself, also far below zero, where by Hopper's tanh (one instruction, right to 2^-11) it is off
+by percents.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ BEGINNING = 4
 
 SHORTEST = 8
 """Tiles of a stream below which no row is cut."""
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
 
 
 def plan(x: Tensor, subheads: int, each: int) -> tuple[int, int]:
@@ -80,20 +85,37 @@ def summing(values: int) -> list[str]:
 
 
 @gluon.jit
-def tanh(c):
-    """In one instruction of the special function unit; a sigmoid by a power of two and a reciprocal takes two."""
-    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [c], dtype=gl.float32, is_pure=True, pack=1)
+def sigmoid(c):
+    """1 / (1 + 2^c), the sigmoid of -c ln 2, to about 2^-21 of itself; 0 from c = 128 on, and 1 at -infinity."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 p; ex2.approx.ftz.f32 p, $1; add.f32 p, p, 0f3F800000; rcp.approx.ftz.f32 $0, p; }",
+        "=f,f", [c], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def sigmoids(c):
+    """As `sigmoid`, of two neighbouring channels by one reciprocal, and never less than about 2^-62.
+
+    1 / a and 1 / b are b and a times 1 / (a b). From c = 62 on c counts as 62: a b is less than 2^125, neither it nor
+    its reciprocal leaves the normal numbers. SiLU is right to about 2^-20 of itself down to -42; below that it is off
+    by 2^-62 of its input at most. NaN stays in its channel: PTX's minimum takes the number.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 a, b, p; min.f32 a, $2, 0f42780000; min.f32 b, $3, 0f42780000; ex2.approx.ftz.f32 a, a;"
+        " ex2.approx.ftz.f32 b, b; add.f32 a, a, 0f3F800000; add.f32 b, b, 0f3F800000; mul.f32 p, a, b;"
+        " rcp.approx.ftz.f32 p, p; mul.f32 $0, p, b; mul.f32 $1, p, a; }",
+        "=f,=f,f,f", [c], dtype=gl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @gluon.jit
 def convolve(x0, x1, x2, x3, taps):
-    """SiLU of the convolution at the token of x3, and twice its sigmoid."""
+    """The convolution at the token of x3, times -log2 e."""
     c = x0 * taps[0]
     c += x1 * taps[1]
     c += x2 * taps[2]
-    c += x3 * taps[3]
-    s = tanh(c) + 1.0
-    return c * s, s
+    return c + x3 * taps[3]
 
 
 @gluon.jit
@@ -129,22 +151,33 @@ def streams(s, B, T, segments, chunks):
 
 
 @gluon.jit
-def rows(x, B, T, segments, chunks, L: gl.constexpr, D: gl.constexpr, ROW: gl.constexpr):
-    """Of the 64 rows of a program's first tile: places in x ``[B, T, ROW]``, tokens, whether there are such tokens."""
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, L))[None, :]
-    # In bits, and apart: rows of a thread have one address and differ by constants.
+def rows(B, T, segments, chunks, D: gl.constexpr):
+    """Of the first rows of a program's first tile, as many as its threads copy at once: where their texts begin in
+    ``[B * T]``, and their tokens, beyond all texts where there is no such stream.
+    """
+    C: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // D, D // 8], [1, 8, 1], [2, 1, 0])
+    row = gl.arange(0, 2048 // D, layout=gl.SliceLayout(0, gl.SliceLayout(2, C)))
     b, start, live = streams(row & 7, B, T, segments, chunks)
-    place = x + (b * T + start)[:, None] * ROW + (row >> 3).to(gl.int64)[:, None] * ROW + column
-    return place, start + (row >> 3), live
+    return b * T, gl.where(live, start + (row >> 3), 1 << 30)
 
 
 @gluon.jit
-def fetch(into, x, t, ahead, T, ROW: gl.constexpr, live):
-    """Send for a tile whose rows lie `ahead` tokens behind those that x points to; zeros outside of the text."""
-    there = t + ahead
-    inside = (there >= 0) & (there < T) & live
-    async_copy.async_copy_global_to_shared(into, x + ahead.to(gl.int64) * ROW, mask=inside[:, None])
+def fetch(into, x, texts, t, ahead, T, ROW: gl.constexpr):
+    """Send for a tile of x ``[B, T, ROW]``, `ahead` tokens behind what `rows` gives; zeros outside of the text."""
+    ROWS: gl.constexpr = t.shape[0]
+    D: gl.constexpr = into.shape[1]
+    C: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // D, D // 8], [1, 8, 1], [2, 1, 0])
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [8, 1], [1, 0])
+    # A thread's rows differ by constants: it has one address for all of them.
+    later = gl.arange(0, 64 // ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, C)))[:, None] * (ROWS // 8)
+    there = (t + ahead)[None, :] + later
+    row = gl.reshape((texts + (t + ahead))[None, :] + later.to(gl.int64), [64])
+    row = gl.convert_layout(row, gl.SliceLayout(1, L), assert_trivial=True)
+    # Unsigned, so one comparison tells what lies before the text, too.
+    inside = gl.reshape(there.to(gl.uint32) < T.to(gl.uint32), [64])
+    inside = gl.convert_layout(inside, gl.SliceLayout(1, L), assert_trivial=True)
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, L))[None, :]
+    async_copy.async_copy_global_to_shared(into, x + row[:, None] * ROW + column, mask=inside[:, None])
     async_copy.commit_group()
 
 
@@ -152,8 +185,8 @@ def fetch(into, x, t, ahead, T, ROW: gl.constexpr, live):
 def form(y_tile, w, z_tile, Z: gl.constexpr, D: gl.constexpr):
     """y W in bfloat16, from what `fetch` was sent for last. Then all is in shared memory, and y may be overwritten."""
     async_copy.wait_group(0)
-    fence_async_shared()
     gl.thread_barrier()
+    fence_async_shared()
     none = gl.zeros([64, D], gl.float32, Z)
     z_tile.store(warpgroup_mma(y_tile, w, none, use_acc=False).to(gl.bfloat16))
     gl.thread_barrier()
@@ -177,10 +210,10 @@ def before(state, n: gl.constexpr, found, begins, SIZE: gl.constexpr, P: gl.cons
 
 @gluon.jit
 def scaled_taps(taps, channel, P: gl.constexpr):
-    """The four columns of ``[SIZE, 4]`` halved, for channels ``[8, D]``."""
+    """The four columns of ``[SIZE, 4]`` times -log2 e, for channels ``[8, D]``."""
     place = taps + channel * 4
-    tap0, tap1 = wide(gl.load(place), P) * 0.5, wide(gl.load(place + 1), P) * 0.5
-    tap2, tap3 = wide(gl.load(place + 2), P) * 0.5, wide(gl.load(place + 3), P) * 0.5
+    tap0, tap1 = wide(gl.load(place), P) * -LOG2E, wide(gl.load(place + 1), P) * -LOG2E
+    tap2, tap3 = wide(gl.load(place + 2), P) * -LOG2E, wide(gl.load(place + 3), P) * -LOG2E
     return tap0, tap1, tap2, tap3
 
 
