@@ -4,8 +4,9 @@
     python benchmarks/gpu_delta.py --only layers --factors 1,8
 
 Medians of CUDA events in milliseconds; peaks in GiB count what is allocated before (weights, inputs). A layer has
-d 1024, 8 heads of 128 and reads 8 x 4096 tokens in bfloat16 unless the options say otherwise. A peer's layer is ours
-with its kernel in place of the recurrence. What cannot run is a row with its error.
+d 1024, 8 heads of 128 and reads 8 x 4096 tokens in bfloat16 unless the options say otherwise. "graph_ms" is forward and
+backward of our layer replayed as a CUDA graph: what the GPU takes where it does not wait for Python. A peer's layer is
+ours with its kernel in place of the recurrence. What cannot run is a row with its error.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import Rows, median_ms, peak_gib
+from gpu_timing import Rows, median_ms, peak_gib, replayed_ms
 from torch import Tensor
 
 from longrecall.layers.mixers.delta_net import GatedDeltaNetConfig
@@ -90,12 +91,13 @@ def parts(rows: Rows, size: tuple[int, int], factors: list[int]) -> None:
     """Every kernel of ours by itself, and the convolution."""
     from longrecall.ops.triton import delta_rule
     from longrecall.ops.triton.convolution import convolve_heads
+    from longrecall.ops.triton.delta_plan import plan_of
 
     for factor in factors:
         q, k, v, decay, beta = inputs(*size, factor)
         state = torch.zeros(q.shape[0], q.shape[2], WIDTH, WIDTH, device="cuda")
         gates = delta_rule.complete(v, decay, beta, None, state)
-        plan = delta_rule._plan(q, v, beta, WIDTH**-0.5)
+        plan = plan_of(q, v, beta, WIDTH**-0.5)
         solved = delta_rule._invert(plan, k, decay, beta)
         taps, z = torch.randn(q[0, 0].numel(), 4, device="cuda").bfloat16(), q.detach()
         works: dict[str, Callable[[], Any]] = {
@@ -132,8 +134,18 @@ def layers(rows: Rows, size: tuple[int, int], factors: list[int], others: tuple[
     for factor in factors:
         for name in ("ours", *(peers() if others is None or factor in others else ())):
             # A layer of its own for each row, so that a peak counts nothing that another row has left.
-            rows.measure(f"layer E={factor} {name}", lambda e=factor, n=name: timed(*layer(size, e, n)))
+            rows.measure(f"layer E={factor} {name}", lambda e=factor, n=name: timed_layer(size, e, n))
             torch.cuda.empty_cache()
+
+
+def timed_layer(size: tuple[int, int], factor: int, name: str) -> dict[str, Any]:
+    """`timed` of a layer, and of ours what a graph of forward and backward takes."""
+    forward, leaves = layer(size, factor, name)
+    values = timed(forward, leaves)
+    if name == "ours":
+        upstream = torch.randn_like(leaves[0])
+        values["graph_ms"] = replayed_ms(lambda: torch.autograd.grad(forward(), leaves, upstream), launches=1)
+    return values
 
 
 def layer(size: tuple[int, int], factor: int, name: str) -> tuple[Callable[[], Tensor], list[Tensor]]:

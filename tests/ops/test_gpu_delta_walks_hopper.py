@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from longrecall.ops.triton import delta_rule, hopper
 from longrecall.ops.triton.hopper import walks
-from tests.ops.test_hopper_walks import SCALE, TOLERANCE, Call, Case, errors, formulas, walked
+from tests.ops.test_hopper_walks import ENDS, SCALE, TOLERANCE, Call, Case, errors, formulas, walked
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,6 +67,27 @@ def test_they_round_where_the_plain_kernels_do(case: Case, monkeypatch: pytest.M
     assert all(error < TOLERANCE / 8 for error in found.values()), found
 
 
+@pytest.mark.parametrize(("state", "d_final"), ENDS)
+def test_an_end_that_is_not_there_counts_as_zeros(state: bool, d_final: bool) -> None:
+    wanted, found = (walked(call, walks) for call in Case(2, 333, 3).call("cuda").ends(state, d_final))
+    assert wanted.keys() - found.keys() == ({"d_initial"} if state else set())
+    for name, x in found.items():
+        assert torch.equal(x, wanted[name]), name
+
+
+@pytest.mark.parametrize("case", [Case(3, 300, 8, subheads=8), Case(1, 1000, 2, subheads=2)], ids=str)
+def test_a_call_without_a_state_finds_what_zeros_find(case: Case) -> None:
+    """Whole walks, and walks in segments."""
+    results = []
+    for call in case.call("cuda").ends(state=True, d_final=True):
+        heads = [x.requires_grad_() for x in call.inputs[:2]]
+        gates = delta_rule.complete(*call.inputs[2:])
+        out, final = delta_rule._DeltaRule.apply(SCALE, *heads, *gates)
+        results.append((out, final, *torch.autograd.grad(out, heads, call.d_out)))
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found, wanted)
+
+
 def launched(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Sequence[str], Tensor]:
     """Which of the walks run here in a forward and a backward, and the gradient of q."""
     ran: list[str] = []
@@ -83,12 +104,15 @@ def launched(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Sequence[str]
     return ran, q.grad
 
 
-def test_they_serve_calls_with_many_states_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    many, few = Case(3, 300, 8, subheads=8), Case(1, 300, 2, subheads=2)
-    ran, found = launched(many, monkeypatch)
-    assert sorted(set(ran)) == ["walk", "walk_back"]
-    monkeypatch.setenv(hopper.SWITCH, "0")
-    without, wanted = launched(many, monkeypatch)
-    assert not without
-    assert ((found - wanted).float().norm() / wanted.float().norm()).item() < TOLERANCE
-    assert not launched(few, monkeypatch)[0]
+def test_walks_forward_serve_calls_with_many_states_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for case, names in (
+        (Case(3, 300, 8, subheads=8), {"walk", "walk_back"}),
+        (Case(1, 300, 2, subheads=2), {"walk_back"}),
+    ):
+        ran, found = launched(case, monkeypatch)
+        assert set(ran) == names
+        with monkeypatch.context() as patched:
+            patched.setenv(hopper.SWITCH, "0")
+            without, wanted = launched(case, patched)
+        assert not without
+        assert ((found - wanted).float().norm() / wanted.float().norm()).item() < TOLERANCE

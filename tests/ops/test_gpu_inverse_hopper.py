@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from longrecall.ops.triton import delta_rule, hopper
+from longrecall.ops.triton.delta_plan import plan_of
 from tests.ops.test_hopper_inverse import CASES, check, draw
 
 pytestmark = [
@@ -30,7 +31,7 @@ ON_A_GPU = [
 def solve(k: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """The inverses ``[B, H, chunks, C, C]`` and cumulative log decays ``[B, H, chunks, C]`` as the layers get them."""
     v = torch.empty((*beta.shape, 64), dtype=k.dtype, device=k.device)
-    inverse, cumulative = delta_rule._invert(delta_rule._plan(k, v, beta, 1.0), k, log_decay, beta)
+    inverse, cumulative = delta_rule._invert(plan_of(k, v, beta, 1.0), k, log_decay, beta)
     return inverse.unflatten(2, (-1, 64)), cumulative.unflatten(2, (-1, 64))
 
 

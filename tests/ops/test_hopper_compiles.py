@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("triton")
 
 from longrecall.ops.triton import hopper
+from longrecall.ops.triton.hopper import decoding
 
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that a program can have on Hopper."""
@@ -31,7 +32,8 @@ TYPES = {
     **dict.fromkeys(("initial", "final", "d_initial", "d_final"), "*fp32"),
     **dict.fromkeys(("norms", "d_taps"), "*fp32"),
     **dict.fromkeys(("B", "T", "chunks", "segments"), "i32"),
-    **dict.fromkeys(("scale", "strongest", "eps"), "fp32"),
+    **dict.fromkeys(("q_row", "k_row", "v_row", "gate_row", "beta_row"), "i32"),
+    **dict.fromkeys(("scale", "strongest", "eps", "divisor", "low", "high", "beta_factor"), "fp32"),
 }
 """Types of arguments that are no bfloat16 tensors."""
 
@@ -89,13 +91,19 @@ def test_invert_kernel(width: int) -> None:
 def test_walks(heads: dict[str, int]) -> None:
     sizes = {**{name: heads[name] for name in ("KEY_HEADS", "SUBHEADS", "VALUE_HEADS")}, "HEADS": heads["STATE_HEADS"]}
     # Products of a chunk over 128 channels and over 64 tokens, in steps of 16.
-    for read, products in ((True, 3 * 8 + 3 * 4), (False, 8 + 2 * 4)):
-        found = compiled("delta_walk", "walk_kernel", {**sizes, "READ": read}, 8)
+    for read, absent, products in (
+        (True, {}, 3 * 8 + 3 * 4),
+        (True, {"initial": None}, 3 * 8 + 3 * 4),
+        (False, {}, 8 + 2 * 4),
+        (False, {"initial": None}, 8 + 2 * 4),
+    ):
+        found = compiled("delta_walk", "walk_kernel", {**sizes, **absent, "READ": read}, 8)
         assert found["products"] == products
         assert found["shared"] <= SHARED_MEMORY
-    found = compiled("delta_walk_back", "walk_back_kernel", sizes, 8)
-    assert found["products"] == 2 * 8 + 4 * 4
-    assert found["shared"] <= SHARED_MEMORY
+    for absent in ({}, {"d_final": None, "d_initial": None}):
+        found = compiled("delta_walk_back", "walk_back_kernel", {**sizes, **absent}, 8)
+        assert found["products"] == 2 * 8 + 4 * 4
+        assert found["shared"] <= SHARED_MEMORY
 
 
 @pytest.mark.parametrize("grafted", [False, True])
@@ -109,3 +117,25 @@ def test_expansion(width: int, grafted: bool) -> None:
         assert found["products"] == 2 * width // 16
         # Two programs share a multiprocessor.
         assert found["shared"] * 2 <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("gate", "delta", "K", "V"),
+    [
+        (0, True, 64, 64),
+        (1, False, 64, 128),
+        (2, True, 128, 128),
+        (3, False, 256, 64),
+        (3, True, 64, 64),
+        (4, False, 512, 64),
+    ],
+)
+def test_step(gate: int, delta: bool, K: int, V: int) -> None:
+    width, warps = decoding.tile(K, V, delta=delta)
+    constants = {
+        "HEADS": 8, "KEY_HEADS": 4, "SHARE": 2, "VALUE_HEADS": 4, "K": K, "V": V, "GATE": gate, "DELTA": delta,
+        "NORMALISE": delta, "SKIP": True, "BV": width, "ROWS": decoding.ROWS, "WARPS": warps,
+    }  # fmt: skip
+    found = compiled("decoding_recurrence", "step_kernel", constants, warps)
+    # A tile of the state, and what its sums over keys and decays need.
+    assert 2 * K * width <= found["shared"] <= 2 * K * width + 2048

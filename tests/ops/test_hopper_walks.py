@@ -5,7 +5,7 @@ What the walks take, and the formulas, serve tests/ops/test_gpu_delta_walks_hopp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from longrecall.ops.triton import delta_rule
+from longrecall.ops.triton.delta_plan import Plan, plan_of
 from tests.ops.gluon_emulation import load
 from tests.ops.test_hopper_inverse import expected
 
@@ -29,17 +29,28 @@ TOLERANCE = 8e-3
 class Call:
     """Tensors of a call."""
 
-    inputs: tuple[Tensor, ...]
-    """q, k, v, log decay, beta, weights, state."""
+    inputs: tuple[Any, ...]
+    """q, k, v, log decay, beta, weights, and state or None: zeros, whose gradient nobody wants."""
     solved: tuple[Tensor, Tensor]
     """The inverses ``[B, H, chunks * C, C]`` and the cumulative log decays ``[B, H, chunks * C]``."""
     d_out: Tensor
-    d_final: Tensor
+    d_final: Tensor | None
 
     @property
-    def plan(self) -> delta_rule._Plan:
+    def plan(self) -> Plan:
         q, _, v, _, beta, _, _ = self.inputs
-        return delta_rule._plan(q, v, beta, SCALE)
+        return plan_of(q, v, beta, SCALE)
+
+    def ends(self, state: bool, d_final: bool) -> tuple[Call, Call]:
+        """The call with zeros for the ends asked for, and with None."""
+        zeros = torch.zeros(self.plan.states, device=self.d_out.device)
+        *inputs, given = self.inputs
+
+        def call(absent: Tensor | None) -> Call:
+            ends = absent if state else given, absent if d_final else self.d_final
+            return replace(self, inputs=(*inputs, ends[0]), d_final=ends[1])
+
+        return call(zeros), call(None)
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,10 @@ class Case:
 
 
 def walked(call: Call, module: Any) -> dict[str, Tensor]:
-    """All results of the three walks of hopper/walks.py, in rooms full of NaN: every number must be written."""
+    """All results of the three walks of hopper/walks.py, in rooms full of NaN: every number must be written.
+
+    Without the initial state there is no gradient of it.
+    """
     (q, k, v, _, beta, weights, state), (inverse, cumulative), plan = call.inputs, call.solved, call.plan
 
     def room(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -82,15 +96,16 @@ def walked(call: Call, module: Any) -> dict[str, Tensor]:
     heads = (plan.rows, plan.heads)
     found = {
         "out": room(plan.subheads, *v.shape),
-        "final": room(*state.shape, dtype=torch.float32),
+        "final": room(*plan.states, dtype=torch.float32),
         **{name: room(*heads, plan.chunks, WIDTH, WIDTH) for name in ("states", "d_states")},
         **{name: room(*heads, plan.chunks * CHUNK, WIDTH) for name in ("corrections", "d_targets")},
-        "d_initial": room(*state.shape, dtype=torch.float32),
     }
+    if state is not None:
+        found["d_initial"] = room(*plan.states, dtype=torch.float32)
     given = (q, k, v, beta, weights, cumulative, inverse, state)
-    module.walk(plan, (*given, found["out"], found["final"], state, state), read=True)
-    module.walk(plan, (*given, state, state, found["states"], found["corrections"]), read=False)
-    back = (found["d_initial"], found["d_states"], found["d_targets"])
+    module.walk(plan, (*given, found["out"], found["final"], beta, beta), read=True)
+    module.walk(plan, (*given, beta, beta, found["states"], found["corrections"]), read=False)
+    back = (found.get("d_initial"), found["d_states"], found["d_targets"])
     ends = (call.d_out, call.d_final)
     module.walk_back(plan, (q, k, beta, weights, cumulative, inverse, *ends, *back))
     return found
@@ -161,3 +176,16 @@ def test_they_equal_the_formulas(case: Case) -> None:
     call = case.call("cpu")
     found = errors(walked(call, load("walks")), formulas(case, call))
     assert all(error < TOLERANCE for error in found.values()), found
+
+
+ENDS = [(True, True), (True, False), (False, True)]
+"""Without an initial state, without a gradient of the final one."""
+
+
+@pytest.mark.parametrize(("state", "d_final"), ENDS)
+def test_an_end_that_is_not_there_counts_as_zeros(state: bool, d_final: bool) -> None:
+    calls = Case(1, 65, 2, subheads=2).call("cpu").ends(state, d_final)
+    wanted, found = (walked(call, load("walks")) for call in calls)
+    assert wanted.keys() - found.keys() == ({"d_initial"} if state else set())
+    for name, x in found.items():
+        assert torch.equal(x, wanted[name]), name

@@ -18,6 +18,7 @@ from longrecall.ops.padding import at_the_end
 from longrecall.ops.subheads import subhead_delta_rule
 
 delta_rule = pytest.importorskip("longrecall.ops.triton.delta_rule")
+delta_plan = pytest.importorskip("longrecall.ops.triton.delta_plan")
 convolution = pytest.importorskip("longrecall.ops.triton.convolution")
 launch = pytest.importorskip("longrecall.ops.triton.launch")
 
@@ -90,7 +91,7 @@ def test_kernels_equal_float64(
     shape: dict[str, int], length: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One row of the batch at a time in the backward.
-    monkeypatch.setattr(delta_rule, "WORKSPACE", 1)
+    monkeypatch.setattr(delta_plan, "WORKSPACE", 1)
     found = errors(make(shape, length, dtype))
     assert all(error < TOLERANCE[dtype] for error in found.values()), found
 
@@ -106,7 +107,7 @@ def test_what_a_token_reads_of_itself_cancels_in_the_gradient_of_strong_decays()
 @pytest.mark.parametrize("mode", ["bf16", "tf32", "tf32x3"])
 @pytest.mark.parametrize("widths", [(64, 64), (64, 256), (128, 64), (128, 128), (128, 256), (256, 64), (256, 256)])
 def test_tiles_of_a_gpu_are_at_least_128_bytes_wide(widths: tuple[int, int], mode: str) -> None:
-    plan = delta_rule._Plan(1, 100, 1, 1, 1, 1, *widths, mode, 1.0)
+    plan = delta_plan.Plan(1, 100, 1, 1, 1, 1, *widths, mode, 1.0)
     tiles = (plan.value_block, plan.key_tile, plan.value_tile)
     # Narrower ones were computed wrongly on an H200; see delta_rule.py.
     assert min(tiles) * plan.kept.itemsize >= 128
@@ -132,10 +133,10 @@ def test_bfloat16_sums_round_every_subhead_once() -> None:
 @pytest.mark.parametrize(("rows", "expected"), [(8, 4), (5, 3), (4, 4), (1, 1)])
 def test_groups_of_rows_fit_the_workspace_and_are_alike(rows: int, expected: int) -> None:
     # 64 heads of 128, 4096 tokens: 320 MiB a row of states, corrections and their gradients, and 300 MiB more.
-    plan = delta_rule._Plan(rows, 4096, 64, 64, 8, 8, 128, 128, "bf16", 1.0)
+    plan = delta_plan.Plan(rows, 4096, 64, 64, 8, 8, 128, 128, "bf16", 1.0)
     more = 150 * 2**20
     assert plan.group_rows(132, more) == expected
-    assert expected * (192 * 2**20 + more) * 2 <= delta_rule.WORKSPACE
+    assert expected * (192 * 2**20 + more) * 2 <= delta_plan.WORKSPACE
     # 2 rows of 128 programs are enough for 132 multiprocessors, whatever they take.
     assert plan.group_rows(132, 2**40) == min(rows, 2)
 
@@ -315,7 +316,7 @@ def test_layer_equals_the_plain_path(change: dict[str, Any], gated: bool, monkey
     "change", [{}, {"expansion": {"kind": "headwise", "factor": 2, "grafted": True}}], ids=["plain", "grafted"]
 )
 def test_layer_takes_a_few_rows_of_the_batch_at_a_time(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_rule, "WORKSPACE", 1)
+    monkeypatch.setattr(delta_plan, "WORKSPACE", 1)
     config = SIZES | change
     # 3: of a plain layer, whose programs are few, no fewer than 2 are taken.
     found = layer_errors(config, 16, torch.float32, monkeypatch, rows=3)

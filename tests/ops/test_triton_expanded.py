@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longrecall.layers.mixers.base import unread_states
 from longrecall.layers.mixers.delta_net import DeltaNet, GatedDeltaNetConfig
 
-delta_rule = pytest.importorskip("longrecall.ops.triton.delta_rule")
+delta_plan = pytest.importorskip("longrecall.ops.triton.delta_plan")
 expanded = pytest.importorskip("longrecall.ops.triton.expanded")
 launch = pytest.importorskip("longrecall.ops.triton.launch")
 
@@ -70,7 +70,7 @@ def test_row_after_row_from_turned_states_finds_what_all_rows_find_at_once(
 ) -> None:
     given = tensors(expansion, grafted)
     whole = results(given, grafted)
-    monkeypatch.setattr(delta_rule._Plan, "group_rows", lambda *_, **__: 1)
+    monkeypatch.setattr(delta_plan.Plan, "group_rows", lambda *_, **__: 1)
     turned = dict(given)
     for part in PARTS:
         state = given[f"{part} state"]
@@ -81,6 +81,35 @@ def test_row_after_row_from_turned_states_finds_what_all_rows_find_at_once(
     for name, x in whole.items():
         # Sums over tokens, and products on a CPU, add up in another order: a few roundings of float32.
         assert float((found[name] - x).norm()) < 2e-6 * float(x.norm()), name
+
+
+@pytest.mark.parametrize("end", [0, 1], ids=["out", "final"])
+def test_no_state_is_a_state_of_zeros(end: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In outputs, final states and gradients, as a gradient of zeros is none; that of the first state is found too."""
+    monkeypatch.setattr(f"{__name__}.ROWS", 1)
+    given = tensors(False, False)
+    leaves = {name: None if x is None else x.requires_grad_("state" not in name) for name, x in given.items()}
+    wanted = [x for x in leaves.values() if x is not None and x.requires_grad]
+    zeros = torch.zeros(ROWS, 1, WIDTH, WIDTH, requires_grad=True)
+    with_zeros = call(leaves | {"state": zeros}, grafted=False)
+    upstream = [torch.zeros_like(x) for x in with_zeros]
+    upstream[end] = torch.randn(upstream[end].shape, generator=torch.Generator().manual_seed(1))
+    *expected, d_zeros = torch.autograd.grad(with_zeros, [*wanted, zeros], upstream)
+    without = call(leaves | {"state": None}, grafted=False)
+    found = torch.autograd.grad(without[end], wanted, upstream[end])
+    pairs = zip((*without, *found), (*with_zeros, *expected), strict=True)
+    assert all(torch.equal(x, y) for x, y in pairs)
+    assert d_zeros.any()
+
+
+def test_no_state_is_a_state_of_zeros_where_segments_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "segments", lambda *_, **__: 2)
+    for name, size in (("ROWS", 1), ("TOKENS", 65)):
+        monkeypatch.setattr(f"{__name__}.{name}", size)
+    given = tensors(False, False)
+    with torch.no_grad():
+        zeros, none = (call(given | {"state": state}, False) for state in (torch.zeros(ROWS, 1, WIDTH, WIDTH), None))
+    assert all(torch.equal(x, y) for x, y in zip(none, zeros, strict=True))
 
 
 class Counted(TorchDispatchMode):
@@ -95,21 +124,21 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_step_from_nothing_copies_no_state_and_sums_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = tensors(True, False)
+def test_a_step_from_nothing_makes_and_copies_no_state_and_sums_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tensors(True, False) | {"state": None}
     for part in PARTS:
         projected, taps = given[f"{part} projected"], given[f"{part} taps"]
         given[f"{part} state"] = expanded.convolution.no_inputs(projected, taps)
     leaves = {name: None if x is None else x.requires_grad_("state" not in name) for name, x in given.items()}
-    monkeypatch.setattr(delta_rule._Plan, "group_rows", lambda *_, **__: 1)
+    monkeypatch.setattr(delta_plan.Plan, "group_rows", lambda *_, **__: 1)
     # Gradients are found by the thread that is looked at.
     with torch.autograd.set_multithreading_enabled(False), Counted() as counted:
         out = call(leaves, False)[0]
         torch.autograd.grad(out, [x for x in leaves.values() if x is not None and x.requires_grad], out)
     found = counted.found
-    assert not found["clone"] and not found["_to_copy"], found
-    # Both expansions' weights over groups of rows, and the taps of all three.
-    assert found["sum"] == 2 + 3 and found["cat"] == 2 and not found["stack"], found
+    assert not any(found[name] for name in ("clone", "_to_copy", "zeros", "new_zeros", "zeros_like", "zero_")), found
+    # Both expansions' weights over groups of rows; a kernel adds up the taps, which groups leave in one place.
+    assert found["sum"] == 2 and not found["cat"] and not found["stack"], found
     # Once forward and once back for all rows, of queries and of keys.
     assert found["silu"] == 4 and found["silu_backward"] == 2 * ROWS, found
 

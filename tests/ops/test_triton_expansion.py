@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from longrecall.layers.expansion import ACTIVATIONS
-from longrecall.ops.triton import delta_rule, expanded, expansion, expansion_forward, launch
+from longrecall.ops.triton import delta_plan, expanded, expansion, expansion_forward, launch
 from longrecall.ops.triton.convolution import convolve_heads
 from tests.ops.test_triton_delta import TOLERANCE as LAYER_TOLERANCE
 from tests.ops.test_triton_delta import layer_errors
@@ -241,7 +241,7 @@ def test_a_layer_expands_in_one_launch(grafted: bool, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(expansion, "forward_kernel", Counted())
     # The backward takes one row of the batch after the other.
-    monkeypatch.setattr(delta_rule, "WORKSPACE", 1)
+    monkeypatch.setattr(delta_plan, "WORKSPACE", 1)
     sizes = {"num_heads": 1, "key_dim": 64, "value_dim": 16}
     config = sizes | {"expansion": {"kind": "headwise", "factor": 2, "grafted": grafted}}
     found = layer_errors(config, 16, torch.float32, monkeypatch, rows=2)

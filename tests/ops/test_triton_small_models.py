@@ -175,7 +175,7 @@ def sums_error(shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu") 
 
 @interpreted
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("shape", [(200, 70), (63, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(330, 70), (200, 70), (63, 4)], ids=str)
 def test_sums_of_columns(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert sums_error(shape, dtype) < TOLERANCE[dtype]
 

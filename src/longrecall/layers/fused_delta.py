@@ -85,7 +85,7 @@ def read_and_write(
             log_decay=log_decay,
             beta=beta,
             scale=layer.head_width**-0.5,
-            state=prepare_state(before, shape, beta, torch.float32),
+            state=None if before is None else prepare_state(before, shape, beta, torch.float32),
             weights=layer.output_weights(),
             **how,
         )

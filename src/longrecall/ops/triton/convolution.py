@@ -353,24 +353,27 @@ def backward(
     d_out: Tensor,
     d_z: Tensor,
     d_before: Tensor,
+    d_weight: Tensor,
     *,
     normalise: bool,
     bias: Tensor | None = None,
     eps: float = 1e-6,
-) -> Tensor:
+) -> None:
     """Write the gradients of z and, as ``[B, 3, H * D]``, of the state, given that of `forward`'s result.
 
-    Returns parts of the weight's and the bias' in float32, ``[parts, 4 or 5, H * D]``, which add up to them.
+    Also, to `d_weight`, parts of the weight's and the bias' in float32: ``[parts(z), 4 or 5, H * D]``.
     """
     grid, constants = _launch(z, SEGMENT)
-    shape = (grid[2] * grid[0], WIDTH + (bias is not None), len(weight))
-    parts = torch.empty(shape, device=z.device, dtype=torch.float32)
     with on_device(z):
         _backward_kernel[grid](
-            z, weight, weight if bias is None else bias, state, d_out, d_z, d_before, parts,
+            z, weight, weight if bias is None else bias, state, d_out, d_z, d_before, d_weight,
             z.shape[1], eps, NORMALISE=normalise, BIAS=bias is not None, **constants,
         )  # fmt: skip
-    return parts
+
+
+def parts(z: Tensor) -> int:
+    """Parts of the weight's gradient that `backward` writes for z ``[B, T, ...]``."""
+    return len(z) * int(triton.cdiv(z.shape[1], SEGMENT))
 
 
 class _ConvolveHeads(torch.autograd.Function):
@@ -389,7 +392,9 @@ class _ConvolveHeads(torch.autograd.Function):
         z, weight, state, bias = ctx.saved_tensors
         d_z = torch.empty_like(z, memory_format=torch.contiguous_format)
         d_before = state.new_empty((len(state), WIDTH - 1, len(weight)))
-        found = (grads[0].contiguous(), d_z, d_before)
-        sums = backward(z, weight, state, *found, normalise=ctx.normalise, bias=bias, eps=ctx.eps).sum(0)
+        sums = z.new_empty((parts(z), WIDTH + (bias is not None), len(weight)), dtype=torch.float32)
+        found = (grads[0].contiguous(), d_z, d_before, sums)
+        backward(z, weight, state, *found, normalise=ctx.normalise, bias=bias, eps=ctx.eps)
+        sums = sums.sum(0)
         d_bias = None if bias is None else sums[WIDTH].to(bias.dtype)
         return None, None, d_z, sums[:WIDTH].t().to(weight.dtype), d_before.transpose(1, 2), d_bias

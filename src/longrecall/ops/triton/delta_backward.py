@@ -29,7 +29,8 @@ def walk_back_kernel(
 ):  # fmt: skip
     """The gradient of the state after every chunk ``[B, HEADS, chunks, K, V]``, of the first state, and of X.
 
-    `d_out` ``[B, T, VALUE_HEADS, V]``; `d_targets` receives X bar ``[B, HEADS, chunks * C, V]``.
+    `d_out` ``[B, T, VALUE_HEADS, V]``; `d_targets` receives X bar ``[B, HEADS, chunks * C, V]``. `d_final` None =
+    zeros, `d_initial` None = not wanted.
     """
     first, state_row = tl.program_id(0) * BV, tl.program_id(1).to(tl.int64)
     b, head = state_row // HEADS, state_row % HEADS
@@ -38,7 +39,10 @@ def walk_back_kernel(
     value_head = (group // SUBHEADS) * REPEATS + head % REPEATS
     factor = scale * tl.load(weights + value_head * SUBHEADS + group % SUBHEADS).to(tl.float32)
     square, wide, i = tile(CHUNK, CHUNK, CHUNK, 0), tile(K, BV, V, first), tl.arange(0, CHUNK)
-    d_S = tl.load(d_final + state_row * K * V + wide).to(tl.float32)
+    if d_final is None:
+        d_S = tl.zeros([K, BV], tl.float32)
+    else:
+        d_S = tl.load(d_final + state_row * K * V + wide).to(tl.float32)
     for step in range(chunks):
         n = chunks - 1 - step
         start, here = n * CHUNK, state_row * chunks + n
@@ -63,7 +67,8 @@ def walk_back_kernel(
         a = tl.exp(G)[:, None]
         d_S = dot_onto(tl.trans(queries), d_o.to(tl.float32) * (a * factor), d_S * tl.exp(last), MODE)
         d_S = dot_onto(tl.trans(keys), d_X * (-a * strength[:, None]), d_S, MODE)
-    tl.store(d_initial + state_row * K * V + wide, d_S)
+    if d_initial is not None:
+        tl.store(d_initial + state_row * K * V + wide, d_S)
 
 
 @kernel

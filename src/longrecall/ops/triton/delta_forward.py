@@ -119,7 +119,8 @@ def walk_kernel(
     """PART subheads of one value head one after the other, each from the first chunk of a segment to its last.
 
     The sequence is one segment, or several that know the state before them: `initial` ``[B, HEADS, segments, K, V]``,
-    see delta_split.py. Programs of the third axis are the parts of one segment after the other.
+    see delta_split.py; None = one segment from zeros. Programs of the third axis are the parts of one segment after the
+    other.
 
     READ: their outputs are added up in `out` ``[parts, B, T, VALUE_HEADS, V]``, float32 where there are several, and
     the final states stored.
@@ -139,7 +140,10 @@ def walk_kernel(
         head = group * REPEATS + value_head % REPEATS
         state_row = b * HEADS + head
         weight = tl.load(weights + value_head * SUBHEADS + sub).to(tl.float32)
-        S = tl.load(initial + (state_row * segments + segment) * K * V + wide).to(tl.float32)
+        if initial is None:
+            S = tl.zeros([K, BV], tl.float32)
+        else:
+            S = tl.load(initial + (state_row * segments + segment) * K * V + wide).to(tl.float32)
         for n in range(segment * per, tl.minimum((segment + 1) * per, chunks)):
             start, here = n * CHUNK, state_row * chunks + n
             keys = rows_of(k, b, start, T, group, KEY_HEADS, K, 0, CHUNK, K)

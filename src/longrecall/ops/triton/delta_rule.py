@@ -11,7 +11,6 @@ read outside its shared memory (https://github.com/triton-lang/triton/issues/113
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,11 +22,12 @@ from torch.nn import functional as F
 from longrecall.ops.chunked_linear import STRONGEST_DECAY
 from longrecall.ops.triton import delta_split, hopper, launch
 from longrecall.ops.triton.delta_backward import keys_kernel, values_kernel, walk_back_kernel
-from longrecall.ops.triton.delta_forward import CHUNK, walk_kernel
+from longrecall.ops.triton.delta_forward import walk_kernel
 from longrecall.ops.triton.delta_gates import finish_gates
 from longrecall.ops.triton.delta_inverse import invert_kernel
+from longrecall.ops.triton.delta_plan import SIZE, Plan, plan_of
 from longrecall.ops.triton.hopper import walks
-from longrecall.ops.triton.launch import arithmetic, interpreting, on_device, unsupported
+from longrecall.ops.triton.launch import interpreting, on_device, unsupported
 from longrecall.ops.triton.part_sums import added, part_sums
 
 WIDTHS = (64, 128, 256)
@@ -41,92 +41,6 @@ WIDEST_FLOAT32_KEYS = 128
 
 MOST_STATES = launch.MOST_ROWS
 """Programs along the second and third axis of a grid."""
-
-WORKSPACE = 11 * 2**28
-"""Bytes that the backward may hold beside its inputs and outputs, unless a single row of the batch needs more."""
-
-SIZE = int(CHUNK.value)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Sizes of one call, and the shapes of its programs."""
-
-    rows: int
-    length: int
-    key_heads: int
-    heads: int
-    value_heads: int
-    subheads: int
-    key_width: int
-    value_width: int
-    mode: str
-    """How products are computed; see `delta_forward.dot`."""
-    scale: float
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.length // SIZE)
-
-    @property
-    def kept(self) -> torch.dtype:
-        """Dtype of what one kernel leaves for the next one's products."""
-        return torch.bfloat16 if self.mode.startswith("bf16") else torch.float32
-
-    @property
-    def value_block(self) -> int:
-        """Value channels of one state in registers; on a GPU 128 bytes of them at least."""
-        return min(self.value_width, 64 if self.kept == torch.bfloat16 or self.key_width <= 64 else 32)
-
-    @property
-    def key_tile(self) -> int:
-        """Key channels of a program of `keys_kernel`: five sums of so many columns fill the registers of four warps."""
-        return min(self.key_width, 64 if self.kept == torch.bfloat16 else 32)
-
-    @property
-    def value_tile(self) -> int:
-        """Value channels that such a program sums over at a time."""
-        return min(self.value_width, 64 if self.kept == torch.bfloat16 else 32)
-
-    @property
-    def tile_stages(self) -> int:
-        """How many of these tiles are on their way at a time."""
-        return 2 if self.kept == torch.bfloat16 else 1
-
-    @property
-    def heads_of(self) -> dict[str, int]:
-        return {"KEY_HEADS": self.key_heads, "HEADS": self.heads}
-
-    @property
-    def sharing(self) -> dict[str, int]:
-        return {"SUBHEADS": self.subheads, "VALUE_HEADS": self.value_heads}
-
-    def walking(self, stages: int = 2) -> dict[str, Any]:
-        """Constants of both walks; `stages`: chunks on their way at a time, where keys are not too wide for it."""
-        widths = {"K": self.key_width, "V": self.value_width, "BV": self.value_block, "MODE": self.mode}
-        stages = 1 if self.key_width > 128 else stages
-        return {**self.heads_of, **self.sharing, **widths, "num_warps": 4, "num_stages": stages}
-
-    def parts(self, processors: int) -> int:
-        """How many programs share the subheads of a value head, each with a sum of its own.
-
-        In float32 few, yet enough to be busy. In bfloat16 every subhead has its own, rounded once: half the traffic of
-        four sums in float32 to which 8 subheads add.
-        """
-        if self.kept == torch.bfloat16:
-            return self.subheads
-        programs = self.rows * self.value_heads * (self.value_width // self.value_block)
-        fits = (n for n in range(1, self.subheads + 1) if self.subheads % n == 0 and n * programs >= 2 * processors)
-        return next(fits, self.subheads)
-
-    def group_rows(self, processors: int, more: int = 0) -> int:
-        """Rows of the batch that the backward takes at a time; `more` numbers a row are held beside its own."""
-        tokens = self.heads * self.chunks * SIZE
-        numbers = 2 * tokens * self.value_width + 2 * tokens // SIZE * self.key_width * self.value_width + more
-        most = WORKSPACE // (numbers * self.kept.itemsize)
-        least = 2 * processors // (self.heads * (self.value_width // self.value_block))
-        groups = triton.cdiv(self.rows, max(1, most, least))
-        return int(triton.cdiv(self.rows, groups))
 
 
 def declines(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor, **_: Any) -> str | None:
@@ -190,24 +104,28 @@ def subhead_delta_rule(
 
 
 def complete(
-    v: Tensor, log_decay: Tensor | None, beta: Tensor, weights: Tensor | None, state: Tensor
-) -> tuple[Tensor, ...]:
-    """v, log decay, beta, weights and state as the kernels read them: none absent, in float32 all but v."""
+    v: Tensor, log_decay: Tensor | None, beta: Tensor, weights: Tensor | None, state: Tensor | None
+) -> tuple[Any, ...]:
+    """v, log decay, beta, weights and state as the kernels read them: in float32 all but v, none absent but the state.
+
+    A state that is None, zeros, is neither made nor read.
+    """
     value_heads = v.shape[2]
     if weights is None:
         weights = torch.ones(value_heads, beta.shape[2] // value_heads, device=v.device)
     if log_decay is None:
         log_decay = torch.zeros_like(beta, dtype=torch.float32)
-    gates = (log_decay.float(), beta.float(), weights.float(), state.float())
-    return tuple(x.contiguous() for x in (v, *gates))
+    found = (v, log_decay.float(), beta.float(), weights.float())
+    return (*(x.contiguous() for x in found), None if state is None else state.float().contiguous())
 
 
 class _DeltaRule(torch.autograd.Function):
-    """Scale, q, k, v, log decay, beta, weights, state -> outputs, final state."""
+    """Scale, q, k, v, log decay, beta, weights, state or None -> outputs, final state."""
 
     @staticmethod
-    def forward(ctx: Any, scale: float, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, scale: float, *inputs: Any) -> tuple[Tensor, Tensor]:
         ctx.scale = scale
+        ctx.set_materialize_grads(False)
         with on_device(inputs[0]):
             out, final, *solved = forward(scale, *inputs)
         ctx.save_for_backward(*solved, *inputs)
@@ -215,23 +133,13 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         inverse, cumulative, *inputs = ctx.saved_tensors
         with on_device(inputs[0]):
             return (None, *backward(ctx.scale, tuple(inputs), (inverse, cumulative), *grads))
 
 
-def _plan(q: Tensor, v: Tensor, beta: Tensor, scale: float) -> _Plan:
-    rows, length, key_heads, key_width = q.shape
-    value_heads, value_width = v.shape[2:]
-    heads = beta.shape[2]
-    sizes = (rows, length, key_heads, heads, value_heads, heads // value_heads, key_width, value_width)
-    products = arithmetic(v.dtype)
-    narrow = "bf16 wide" if interpreting() else "bf16"
-    return _Plan(*sizes, mode=narrow if products.dtype == torch.bfloat16 else products.precision, scale=scale)
-
-
-def _invert(plan: _Plan, k: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+def _invert(plan: Plan, k: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """P ``[B, H, chunks * C, C]`` and the cumulative log decays ``[B, H, chunks * C]``."""
     shape = (plan.rows, plan.heads, plan.chunks * SIZE)
     cumulative = log_decay.new_empty(shape)
@@ -253,7 +161,7 @@ def _invert(plan: _Plan, k: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[Te
 
 
 def _walk(
-    plan: _Plan, inputs: tuple[Tensor, ...], solved: tuple[Tensor, Tensor], read: bool
+    plan: Plan, inputs: tuple[Any, ...], solved: tuple[Tensor, Tensor], read: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Partial sums of outputs ``[parts, B, T, Hv, V]`` and final states, or every chunk's state and U (see kernel)."""
     q, k, v, _, beta, weights, state = inputs
@@ -261,18 +169,19 @@ def _walk(
     processors = launch.processors(q)
     parts = plan.parts(processors) if read else plan.subheads
     grid = (plan.value_width // plan.value_block, plan.rows * plan.value_heads)
-    whole = walks.serve(plan, v, q, k, inverse)
+    whole = walks.serve_forward(plan, v, q, k, inverse)
     segments = 1 if whole else launch.segments(grid[0] * grid[1] * parts, plan.chunks, processors, products=True)
     # Without queries there is room for one more chunk on its way.
     walking = plan.walking(2 if read or plan.kept == torch.float32 else 3)
     if segments > 1:
-        state = delta_split.starts(plan, inputs, solved, segments)
+        first = beta.new_zeros(plan.states) if state is None else state
+        state = delta_split.starts(plan, (*inputs[:-1], first), solved, segments)
         walking |= delta_split.ahead(plan, grid[0] * grid[1] * parts * segments, processors)
-    out = final = states = corrections = state
+    out = final = states = corrections = beta
     if read:
         # A subhead with a part of its own adds nothing up: its outputs are rounded as they are written.
         kind = v.dtype if plan.subheads == 1 or plan.kept == torch.bfloat16 else torch.float32
-        out, final = v.new_empty((parts, *v.shape), dtype=kind), torch.empty_like(inputs[-1])
+        out, final = v.new_empty((parts, *v.shape), dtype=kind), beta.new_empty(plan.states)
     else:
         heads = (plan.rows, plan.heads)
         states = k.new_empty((*heads, plan.chunks, plan.key_width, plan.value_width), dtype=plan.kept)
@@ -288,35 +197,54 @@ def _walk(
     return out, final, states, corrections
 
 
-def forward(scale: float, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(scale: float, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs ``[B, T, Hv, V]`` in the dtype of v, the final state, float32, and what `_invert` found for the backward.
 
     Inputs as `_DeltaRule`.
     """
     q, k, v, log_decay, beta, _, _ = inputs
-    plan = _plan(q, v, beta, scale)
+    plan = plan_of(q, v, beta, scale)
     solved = _invert(plan, k, log_decay, beta)
     out, final, _, _ = _walk(plan, inputs, solved, read=True)
     return part_sums(out, v.dtype), final, *solved
 
 
 def backward(
-    scale: float, inputs: tuple[Tensor, ...], solved: tuple[Tensor, Tensor], d_out: Tensor, d_final: Tensor
+    scale: float, inputs: tuple[Any, ...], solved: tuple[Tensor, Tensor], d_out: Tensor | None, d_final: Tensor | None
 ) -> list[Tensor | None]:
-    """The gradients of q, k, v, log decay, beta, weights and state, a group of rows at a time."""
+    """The gradients of q, k, v, log decay, beta, weights and state, a group of rows at a time.
+
+    Those of outputs and final state are None for zeros; that of the state, where it wants none.
+    """
     q, k, v, log_decay, beta, weights, state = inputs
-    plan = _plan(q, v, beta, scale)
-    gradients = [torch.empty_like(x) for x in (q, k, v, log_decay, beta, state)]
+    plan = plan_of(q, v, beta, scale)
+    gradients = [*(torch.empty_like(x) for x in (q, k, v, log_decay, beta)), room(state)]
     d_weights: list[Tensor | None] = []
-    d_out, d_final = d_out.contiguous(), d_final.contiguous()
+    d_out, d_final = given(v, d_out, d_final)
     step = plan.group_rows(launch.processors(q))
     for first in range(0, plan.rows, step):
         rows = slice(first, first + step)
-        group = (q[rows], k[rows], v[rows], log_decay[rows], beta[rows], weights, state[rows])
+        group = (q[rows], k[rows], v[rows], log_decay[rows], beta[rows], weights, of_rows(state, rows))
         found = (solved[0][rows], solved[1][rows])
-        given = (found, d_out[rows], d_final[rows], [x[rows] for x in gradients])
-        d_weights.append(group_backward(scale, group, *given))
+        into = [of_rows(x, rows) for x in gradients]
+        d_weights.append(group_backward(scale, group, found, d_out[rows], of_rows(d_final, rows), into))
     return [*gradients[:5], added(d_weights), gradients[5]]
+
+
+def given(v: Tensor, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The gradients of outputs, as v, and final state as the kernels read them; None = zeros, which are made of v's."""
+    d_out = torch.zeros_like(v) if d_out is None else d_out.contiguous()
+    return d_out, None if d_final is None else d_final.contiguous()
+
+
+def room(state: Tensor | None) -> Tensor | None:
+    """Where the gradient of the first state goes; None where it wants none."""
+    return None if state is None or not state.requires_grad else torch.empty_like(state)
+
+
+def of_rows(x: Tensor | None, rows: slice) -> Tensor | None:
+    """These rows of x, if there is any."""
+    return None if x is None else x[rows]
 
 
 def rows_at_a_time(q: Tensor, v: Tensor, beta: Tensor) -> int:
@@ -324,26 +252,27 @@ def rows_at_a_time(q: Tensor, v: Tensor, beta: Tensor) -> int:
 
     q ``[B, T, H * E, K]`` is read for its shape alone.
     """
-    return _plan(q, v, beta, 1.0).group_rows(launch.processors(v), more=4 * q[0].numel() + 3 * v[0].numel())
+    return plan_of(q, v, beta, 1.0).group_rows(launch.processors(v), more=4 * q[0].numel() + 3 * v[0].numel())
 
 
 def group_backward(
     scale: float,
-    inputs: tuple[Tensor, ...],
+    inputs: tuple[Any, ...],
     solved: tuple[Tensor, Tensor],
     d_out: Tensor,
-    d_final: Tensor,
-    into: list[Tensor],
+    d_final: Tensor | None,
+    into: list[Any],
 ) -> Tensor | None:
     """Write the gradients of q, k, v, log decay, beta and state of some rows to `into`.
 
     Those of q, k and v may be q, k and v themselves, which are then lost. `solved` as `_invert` returns it. Returns the
-    gradient of the weights, None where they want none.
+    gradient of the weights, None where they want none. That of the state is None in `into` where it wants none, and
+    `d_final` None = zeros.
     """
     q, k, v, _, beta, weights, _ = inputs
     _, _, d_v, _, d_beta, d_state = into
     inverse, cumulative = solved
-    plan = _plan(q, v, beta, scale)
+    plan = plan_of(q, v, beta, scale)
     _, _, states, corrections = _walk(plan, inputs, solved, read=False)
     d_states, d_targets = torch.empty_like(states), torch.empty_like(corrections)
     tensors = (q, k, beta, weights, cumulative, inverse, d_out, d_final, d_state, d_states, d_targets)
@@ -366,7 +295,7 @@ def group_backward(
     return by_value_head
 
 
-def _keys_backward(plan: _Plan, inputs: tuple[Tensor, ...], walked: tuple[Tensor, ...], into: list[Tensor]) -> Tensor:
+def _keys_backward(plan: Plan, inputs: tuple[Any, ...], walked: tuple[Tensor, ...], into: list[Any]) -> Tensor:
     """The gradients of q, k and log decay, and the rest of beta's; returns the weights' ``[blocks, B, H, chunks]``."""
     q, k, _, log_decay, beta, weights, _ = inputs
     d_q, d_k, _, d_log_decay, d_beta, _ = into
@@ -378,7 +307,7 @@ def _keys_backward(plan: _Plan, inputs: tuple[Tensor, ...], walked: tuple[Tensor
     shape = (*q.shape[:2], plan.heads, plan.key_width)
     d_queries, d_keys = (x if shared == 1 else beta.new_empty(shape) for x in (d_q, d_k))
     sums = beta.new_empty((2, blocks, *beta.shape))
-    d_weights = beta.new_empty((blocks, plan.rows, plan.heads, plan.chunks))
+    d_weights: Tensor = beta.new_empty((blocks, plan.rows, plan.heads, plan.chunks))
     tensors = (q, k, beta, weights, *walked, d_queries, d_keys, sums[0], sums[1], d_weights)
     if explicit:
         from longrecall.ops.triton.hopper import delta_keys

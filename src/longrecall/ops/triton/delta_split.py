@@ -35,7 +35,7 @@ from longrecall.ops.triton.delta_forward import (
 from longrecall.ops.triton.launch import kernel
 
 if TYPE_CHECKING:
-    from longrecall.ops.triton.delta_rule import _Plan
+    from longrecall.ops.triton.delta_plan import Plan
 
 WIDEST_IN_REGISTERS = 128
 """Key channels of a map that a program can hold as an operand."""
@@ -139,7 +139,7 @@ def starts_in_memory_kernel(
         tl.store(starts + (s + 1) * K * V + wide, S)
 
 
-def starts(plan: _Plan, inputs: tuple[Tensor, ...], solved: tuple[Tensor, Tensor], count: int) -> Tensor:
+def starts(plan: Plan, inputs: tuple[Tensor, ...], solved: tuple[Tensor, Tensor], count: int) -> Tensor:
     """The state before each of `count` segments, two at least: ``[B, H, count, K, V]``, float32.
 
     `inputs` and `solved` as in `delta_rule._walk`. A segment has ceil(chunks / count) chunks, the last one the rest.
@@ -163,13 +163,13 @@ def starts(plan: _Plan, inputs: tuple[Tensor, ...], solved: tuple[Tensor, Tensor
     return found
 
 
-def ahead(plan: _Plan, programs: int, processors: int) -> dict[str, Any]:
+def ahead(plan: Plan, programs: int, processors: int) -> dict[str, Any]:
     """How walks of so many programs load: with none beside it on its multiprocessor, one begins its loads earlier."""
     alone = programs <= processors and plan.kept == torch.bfloat16 and plan.key_width <= WIDEST_IN_REGISTERS
     return {"num_stages": 3} if alone else {}
 
 
-def _join(plan: _Plan, tensors: tuple[Tensor, ...], count: int) -> None:
+def _join(plan: Plan, tensors: tuple[Tensor, ...], count: int) -> None:
     """Launch one of the two kernels that go from segment to segment."""
     sizes = {"K": plan.key_width, "V": plan.value_width}
     states = plan.rows * plan.heads

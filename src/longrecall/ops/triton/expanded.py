@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from longrecall.ops.padding import Newest
 from longrecall.ops.triton import convolution, delta_rule, expansion
+from longrecall.ops.triton.column_sums import column_sums
 from longrecall.ops.triton.convolution import laid_out
 from longrecall.ops.triton.launch import on_device
 from longrecall.ops.triton.part_sums import added
@@ -62,12 +63,13 @@ def expanded_delta_rule(
     activation: Activation | None,
     grafted: bool,
     scale: float,
-    state: Tensor,
+    state: Tensor | None,
     weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Expansion, convolution and SiLU of all three, the L2 norm of queries and keys, `delta_rule.subhead_delta_rule`.
 
-    Gradients reach all tensors. `activation` (before the expansion) and `grafted` are those of the expansions, if any.
+    Gradients reach all tensors; `state` None = zeros. `activation` (before the expansion) and `grafted` are those of
+    the expansions, if any.
     """
     make = _Maker(activation, grafted)
     gates = delta_rule.complete(values.projected, log_decay, beta, weights, state)[1:]
@@ -133,11 +135,15 @@ HEADS = 12
 
 
 class _ExpandedDeltaRule(torch.autograd.Function):
-    """Maker, scale; of q, of k and of v: projected, state, weight or None, taps; log decay, beta, weights, state."""
+    """Maker, scale; of q, of k and of v: projected, state, weight or None, taps; log decay, beta, weights, state.
+
+    The last state may be None, zeros.
+    """
 
     @staticmethod
-    def forward(ctx: Any, make: _Maker, scale: float, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, make: _Maker, scale: float, *inputs: Any) -> tuple[Tensor, Tensor]:
         ctx.make, ctx.scale = make, scale
+        ctx.set_materialize_grads(False)
         with on_device(inputs[0]):
             made = [make.made(inputs[first : first + 4], normalise=first < 8) for first in range(0, HEADS, 4)]
             out, final, *solved = delta_rule.forward(scale, *made, *inputs[HEADS:])
@@ -146,38 +152,37 @@ class _ExpandedDeltaRule(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         inverse, cumulative, *inputs = ctx.saved_tensors
         with on_device(inverse):
-            solved, found = (inverse, cumulative), (x.contiguous() for x in grads)
-            return (None, None, *_backward(ctx.make, ctx.scale, tuple(inputs), solved, *found))
+            found = delta_rule.given(inputs[8], *grads)
+            return (None, None, *_backward(ctx.make, ctx.scale, tuple(inputs), (inverse, cumulative), *found))
 
 
 def _backward(
     make: _Maker,
     scale: float,
-    inputs: tuple[Tensor, ...],
+    inputs: tuple[Any, ...],
     solved: tuple[Tensor, Tensor],
     d_out: Tensor,
-    d_final: Tensor,
+    d_final: Tensor | None,
 ) -> list[Tensor | None]:
     """Gradients of all inputs, in their order."""
     heads, (log_decay, beta, weights, state) = inputs[:HEADS], inputs[HEADS:]
-    d_gates, d_weights = [torch.empty_like(x) for x in (log_decay, beta, state)], []
+    d_gates, d_weights = [torch.empty_like(log_decay), torch.empty_like(beta), delta_rule.room(state)], []
     step = _rows_at_a_time(heads, beta)
-    groups = -(-len(beta) // step)
+    groups = [slice(first, first + step) for first in range(0, len(beta), step)]
     queries, keys = (_Remade(make, heads[first : first + 4], groups, normalise=True) for first in (0, 4))
     # Values are few: made once for all rows.
-    values = _Remade(make, heads[8:], 1, normalise=False)
+    values = _Remade(make, heads[8:], [slice(None)], normalise=False)
     v = values.make(slice(None))
-    for first in range(0, len(beta), step):
-        rows = slice(first, first + step)
+    for rows in groups:
         q, k = queries.make(rows), keys.make(rows)
-        gates = (log_decay[rows], beta[rows], weights, state[rows])
+        gates = (log_decay[rows], beta[rows], weights, delta_rule.of_rows(state, rows))
         # The gradients of q, k and v are written over them: nothing reads them again.
-        into = [q, k, v[rows], *(x[rows] for x in d_gates)]
+        into = [q, k, v[rows], *(delta_rule.of_rows(x, rows) for x in d_gates)]
         found = (solved[0][rows], solved[1][rows])
-        given = (found, d_out[rows], d_final[rows], into)
+        given = (found, d_out[rows], delta_rule.of_rows(d_final, rows), into)
         d_weights.append(delta_rule.group_backward(scale, (q, k, v[rows], *gates), *given))
         queries.backward(q)
         keys.backward(k)
@@ -189,14 +194,23 @@ def _backward(
 class _Remade:
     """Queries, keys or values in the backward: made again for some rows of the batch, a group, after the other."""
 
-    def __init__(self, make: _Maker, heads: Sequence[Any], groups: int, *, normalise: bool) -> None:
+    def __init__(self, make: _Maker, heads: Sequence[Any], groups: list[slice], *, normalise: bool) -> None:
         self.maker, self.normalise, self.heads = make, normalise, heads
         y, state, weight, taps = heads
         self.d_y, self.d_before = torch.empty_like(y), y.new_empty((len(y), state.shape[2], len(taps)))
-        self.d_taps: list[Tensor] = []
         if weight is not None:
             self.weight, self.active = weight.to(y.dtype).contiguous(), make.active(y)
-            self.d_weights = self.weight.new_empty((groups, *weight.shape))
+            self.d_weights = self.weight.new_empty((len(groups), *weight.shape))
+            self.for_weight = iter(self.d_weights)
+        counts = [self.parts(y[rows]) for rows in groups]
+        self.d_taps = y.new_empty((sum(counts), convolution.WIDTH, len(taps)), dtype=torch.float32)
+        self.for_taps = iter(self.d_taps.split(counts))
+
+    def parts(self, y: Tensor) -> int:
+        """Parts of the taps' gradient that come from some rows."""
+        if self.heads[2] is None:
+            return convolution.parts(y)
+        return expansion.parts(y, self.weight, y if self.maker.grafted else None, self.heads[3])
 
     def make(self, rows: slice) -> Tensor:
         """What the layer's forward made of these rows."""
@@ -212,18 +226,17 @@ class _Remade:
         """Keep the gradients of what the last `make` was made of, given its own."""
         y, state, d_y, d_before = (x[self.rows] for x in (*self.heads[:2], self.d_y, self.d_before))
         if self.heads[2] is None:
-            rest = (self.heads[3], state, d_made, d_y, d_before)
-            self.d_taps.append(convolution.backward(y, *rest, normalise=self.normalise))
+            rest = (self.heads[3], state, d_made, d_y, d_before, next(self.for_taps))
+            convolution.backward(y, *rest, normalise=self.normalise)
             return
-        into = (d_y, self.d_weights[len(self.d_taps)])
-        *_, d_grafted, d_taps = expansion.backward(
+        into = (d_y, next(self.for_weight), next(self.for_taps))
+        _, _, d_grafted, _ = expansion.backward(
             *self.made_of, self.kept, d_made, d_before, normalise=self.normalise, into=into
         )
         del self.made_of, self.kept
         self.maker.through_activation(y, d_y, d_y)
         if d_grafted is not None:
             d_y += d_grafted
-        self.d_taps.append(d_taps)
 
     def gradients(self) -> list[Tensor | None]:
         """Those of projected heads, state, weight (None where there is none) and taps."""
@@ -233,7 +246,7 @@ class _Remade:
             # Rounded as it is written for every group; added up in float32.
             one = len(self.d_weights) == 1
             d_weight = self.d_weights[0].to(weight.dtype) if one else self.d_weights.sum(0, dtype=weight.dtype)
-        d_taps = (self.d_taps[0] if len(self.d_taps) == 1 else torch.cat(self.d_taps)).sum(0).t()
+        d_taps = column_sums(self.d_taps.flatten(1)).unflatten(0, self.d_taps.shape[1:]).t()
         return [self.d_y, self.d_before.transpose(1, 2), d_weight, d_taps.to(taps.dtype)]
 
 

@@ -115,25 +115,35 @@ def backward(
     *,
     normalise: bool,
     eps: float = 1e-6,
-    into: tuple[Tensor, Tensor] | None = None,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Gradients of y, weight and grafted heads, given that of `forward`'s result and what it kept.
 
-    Also parts of the taps' in float32, ``[parts, 4, H * E * D]``, which add up to it. That of the state is written to
-    `d_before`, ``[B, 3, H * E * D]`` in the dtype of y; `into`, the first two to tensors of theirs, contiguous.
+    Also parts of the taps' in float32, ``[parts, 4, H * E * D]``, which add up to it; `parts` says how many. That of
+    the state is written to `d_before`, ``[B, 3, H * E * D]`` in the dtype of y; `into`, those of y, weight and taps to
+    tensors of theirs, contiguous.
     """
+    if into is None:
+        shape = (parts(y, weight, grafted, taps), convolution.WIDTH, len(taps))
+        into = (torch.empty_like(y), torch.empty_like(weight), y.new_empty(shape, dtype=torch.float32))
+    d_y, d_weight, d_taps = into
     if hopper.declines(y, weight, grafted) is None:
-        rest = (taps, _before(y, state), kept, d_out, d_before, normalise)
-        d_z, d_taps = hopper.backward(y, weight, grafted, *rest)
+        rest = (taps, _before(y, state), kept, d_out, d_before, d_taps, normalise)
+        d_z = hopper.backward(y, weight, grafted, *rest)
     else:
         z, d_z = cast(Tensor, kept), torch.empty_like(d_out)
-        found = (d_out, d_z, d_before)
-        before = laid_out(state.to(z.dtype))
-        d_taps = convolution.backward(z, taps, before, *found, normalise=normalise, eps=eps)
+        found = (d_out, d_z, d_before, d_taps)
+        convolution.backward(z, taps, laid_out(state.to(z.dtype)), *found, normalise=normalise, eps=eps)
     d_wide, first = d_z.unflatten(2, (y.shape[2], -1)).flatten(3), 0 if grafted is None else y.shape[3]
-    into = (torch.empty_like(y), torch.empty_like(weight)) if into is None else into
-    _expanded_backward(d_wide[..., first:], weight, y, *into)
-    return *into, d_wide[..., :first] if first else None, d_taps
+    _expanded_backward(d_wide[..., first:], weight, y, d_y, d_weight)
+    return d_y, d_weight, d_wide[..., :first] if first else None, d_taps
+
+
+def parts(y: Tensor, weight: Tensor, grafted: Tensor | None, taps: Tensor) -> int:
+    """Parts of the taps' gradient that `backward` writes, whose first arguments these are."""
+    if hopper.declines(y, weight, grafted) is None:
+        return hopper.parts(y, len(taps) // y.shape[3])
+    return convolution.parts(y)
 
 
 def _before(y: Tensor, state: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from longrecall.ops.triton.hopper.delta_chunks import (
     ONTO_STATE,
     ONTO_TOKENS,
     SQUARE,
+    STATE,
     TILE,
     TOKENS,
     WIDTH,
@@ -108,7 +109,7 @@ def walk_kernel(
     _send(rings, 0, sources, state_row, b, 0, group, value_head, T, chunks, KEY_HEADS, VALUE_HEADS, READ)
     factor = scale * gl.load(weights + value_head * SUBHEADS + sub)
     G, last, strength = lines_of(cumulative, beta, state_row, b, head, 0, T, chunks, HEADS)
-    S = gl.load(initial + across(state_row))
+    S = gl.zeros([WIDTH, WIDTH], gl.float32, STATE) if initial is None else gl.load(initial + across(state_row))
     slot = 0
     for n in range(chunks):
         kept = _keep_lines(lines, G, last, strength)

@@ -17,6 +17,7 @@ from longrecall.ops.triton.hopper.delta_chunks import (
     ONTO_STATE,
     ONTO_TOKENS,
     SQUARE,
+    STATE,
     TILE,
     TOKENS,
     WIDTH,
@@ -93,7 +94,7 @@ def walk_back_kernel(
     _send(rings, 0, sources, state_row, b, chunks - 1, group, value_head, T, chunks, KEY_HEADS, VALUE_HEADS)
     factor = scale * gl.load(weights + value_head * SUBHEADS + sub)
     G, last, strength = lines_of(cumulative, beta, state_row, b, head, chunks - 1, T, chunks, HEADS)
-    d_S = gl.load(d_final + across(state_row))
+    d_S = gl.zeros([WIDTH, WIDTH], gl.float32, STATE) if d_final is None else gl.load(d_final + across(state_row))
     slot = 0
     for step in range(chunks):
         n = chunks - 1 - step
@@ -134,4 +135,5 @@ def walk_back_kernel(
         gl.thread_barrier()
         write_out(d_targets + here * (CHUNK * WIDTH), targets, CHUNK, WIDTH, CHUNK)
         d_S, erased = warpgroup_mma_wait(0, deps=[d_S, erased])
-    gl.store(d_initial + across(state_row), d_S)
+    if d_initial is not None:
+        gl.store(d_initial + across(state_row), d_S)

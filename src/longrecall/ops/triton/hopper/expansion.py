@@ -44,7 +44,8 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """`expansion.expand_and_convolve`, whose arguments these are; `before` is its state as ``[B, 3, H * E * D]``.
 
-    Also what `backward` needs of it, `keep`: 1 / norm ``[B, T, H * E]`` in float32; None where there is no norm.
+    Also what `backward` needs of it, `keep`: -1 / norm ``[B, T, H * E]`` in float32, of log2 e times SiLU; None where
+    there is no norm. Before it is rounded, SiLU is right to about 2^-20 of itself, down to -42.
     """
     from longrecall.ops.triton.hopper.expansion_forward import forward_kernel
     from longrecall.ops.triton.hopper.streams import STREAMS, plan
@@ -73,12 +74,14 @@ def backward(
     norms: Tensor | None,
     d_out: Tensor,
     d_before: Tensor,
+    d_taps: Tensor,
     normalise: bool,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """The gradient of the convolution's inputs, given that of `forward`'s result and its norms; as d_out.
 
-    Also parts of the taps', ``[parts, 4, H * E * D]`` in float32, which add up to it. That of the state is written to
-    `d_before`. The gradients of y and of the weight are left to products with the first.
+    Parts of the taps' are written to `d_taps`, ``[parts, 4, H * E * D]`` in float32, and add up to it; `parts` says how
+    many. That of the state is written to `d_before`. The gradients of y and of the weight are left to products with
+    what is returned.
     """
     from longrecall.ops.triton.hopper.expansion_backward import backward_kernel
     from longrecall.ops.triton.hopper.streams import STREAMS, plan
@@ -86,14 +89,20 @@ def backward(
     rows, tokens, heads, width = y.shape
     subheads = len(taps) // width
     segments, chunks = plan(y, subheads, each=BACKWARDS)
-    programs = triton.cdiv(rows * segments, STREAMS)
     d_z = torch.empty_like(d_out)
-    d_taps = taps.new_empty((programs * STREAMS, 4, len(taps)), dtype=torch.float32)
     with on_device(y):
-        backward_kernel[(subheads, programs)](
+        backward_kernel[(subheads, triton.cdiv(rows * segments, STREAMS))](
             y, y if grafted is None else grafted, weight, taps, before, d_taps if norms is None else norms, d_out,
             d_z, d_before, d_taps, rows, tokens, segments, chunks,
             HEADS=heads, E=subheads // heads, D=width, GRAFTED=grafted is not None, NORMALISE=normalise,
             num_warps=STREAMS, maxnreg=REGISTERS // BACKWARDS // 8 * 8,
         )  # fmt: skip
-    return d_z, d_taps
+    return d_z
+
+
+def parts(y: Tensor, subheads: int) -> int:
+    """Parts of the taps' gradient that `backward` writes: one for every stream of its programs."""
+    from longrecall.ops.triton.hopper.streams import STREAMS, plan
+
+    segments, _ = plan(y, subheads, each=BACKWARDS)
+    return int(triton.cdiv(len(y) * segments, STREAMS)) * STREAMS

@@ -9,7 +9,7 @@ from torch import Tensor
 from longrecall.ops.triton import hopper, launch
 
 if TYPE_CHECKING:
-    from longrecall.ops.triton.delta_rule import _Plan
+    from longrecall.ops.triton.delta_plan import Plan
 
 WIDTH = 128
 """Key and value channels of the states that these kernels hold."""
@@ -18,19 +18,22 @@ FEWEST = 3
 """One state for so many multiprocessors is enough for whole states to be as fast as halves and segments: measured."""
 
 
-def serve(plan: _Plan, *tensors: Tensor) -> bool:
-    """Whether walks that read these bfloat16 tensors, v first, by asynchronous copies run here.
+def serve(plan: Plan, *tensors: Tensor) -> bool:
+    """Whether walks that read these bfloat16 tensors, v first, by asynchronous copies run here."""
+    fits = plan.key_width == WIDTH and plan.value_width == WIDTH
+    return fits and hopper.declines(*tensors) is None
 
-    A program holds a whole state, so they are half as many as the plain kernels' programs. With so few states that most
-    multiprocessors would have none, the plain kernels' halves and segments keep more of them busy.
+
+def serve_forward(plan: Plan, *tensors: Tensor) -> bool:
+    """As `serve`, and there are enough states for a walk forward.
+
+    A program holds a whole state. Where most multiprocessors would have none, plain kernels keep more of them busy:
+    they hold halves, and walk forward in segments side by side. No walk back has segments.
     """
-    if plan.key_width != WIDTH or plan.value_width != WIDTH:
-        return False
-    states = plan.rows * plan.heads
-    return states * FEWEST > launch.processors(tensors[0]) and hopper.declines(*tensors) is None
+    return plan.rows * plan.heads * FEWEST > launch.processors(tensors[0]) and serve(plan, *tensors)
 
 
-def walk(plan: _Plan, tensors: tuple[Tensor, ...], read: bool) -> None:
+def walk(plan: Plan, tensors: tuple[Tensor | None, ...], read: bool) -> None:
     """Launch `walk_kernel` for one segment; `tensors`: its arguments, from q to corrections."""
     from longrecall.ops.triton.hopper.delta_walk import walk_kernel
 
@@ -40,7 +43,7 @@ def walk(plan: _Plan, tensors: tuple[Tensor, ...], read: bool) -> None:
     )  # fmt: skip
 
 
-def walk_back(plan: _Plan, tensors: tuple[Tensor, ...]) -> None:
+def walk_back(plan: Plan, tensors: tuple[Tensor | None, ...]) -> None:
     """Launch `walk_back_kernel`; `tensors`: its arguments, from q to d_targets."""
     from longrecall.ops.triton.hopper.delta_walk_back import walk_back_kernel
 
