@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from copy import deepcopy
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from longrecall.errors import UserError
+from longrecall.layers.mixers.base import states_are_unread, unread_states
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.losses import next_token_loss
 from longrecall.models.recurrent_lm import RecurrentLM
@@ -191,6 +193,25 @@ def test_gradient_checkpointing_with_a_carried_state_gives_the_same_gradients(na
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     # The same operations run twice: only the order of accumulation may differ.
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients, strict=True))
+
+
+def test_checkpoints_find_states_as_unread_as_their_forward_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run again after the context has ended; what a mixer leaves out in it must be left out then too."""
+    model, seen = build("mamba2").train(), []
+    kept = model.model.layers[0].forward
+
+    def forward(*args: Any) -> Any:
+        seen.append(states_are_unread())
+        return kept(*args)
+
+    monkeypatch.setattr(model.model.layers[0], "forward", forward)
+    model.gradient_checkpointing_enable()
+    for unread in (True, False):
+        with unread_states() if unread else contextlib.nullcontext():
+            loss = model(tokens(1, 9), labels=tokens(1, 9)).loss
+        loss.backward()
+        assert seen == [unread, unread]
+        seen.clear()
 
 
 @pytest.mark.parametrize("name", list(RECURRENT))

@@ -66,3 +66,10 @@ def test_nan_stays_in_its_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     case = Case(1, 17, 1, 64, 2, normalise=False)
     check_nan(tensors(case), case)
+
+
+def test_a_batch_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = install(monkeypatch)
+    case = Case(0, 17, 1, 64, 2)
+    assert results(case, tensors(case), exact=False)["out"].shape == (0, 17, 2, 64)
+    assert ran == ["forward_kernel", "backward_kernel"]

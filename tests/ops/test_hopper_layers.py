@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from longrecall.ops.triton import launch
+from longrecall.ops.triton import expanded, hopper, launch
+from longrecall.ops.triton.hopper import expansion as on_hopper
 from tests.ops.gluon_emulation import install
 from tests.ops.test_triton_delta import TOLERANCE, errors, layer_errors, make
 
@@ -46,3 +49,42 @@ def test_a_layer(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Non
     assert counts == DELTA
     # A layer rounds its heads and outputs besides, and a few gradients are small beside the terms they are sums of.
     assert all(error < 2 * TOLERANCE[torch.bfloat16] for error in found.values()), found
+
+
+def at_offset(x: Tensor, numbers: int) -> Tensor:
+    """The same numbers in memory, so many after its beginning."""
+    room = x.new_empty(x.numel() + numbers)
+    room[numbers:] = x.flatten()
+    return room[numbers:].view(x.shape)
+
+
+def test_heads_at_odd_addresses_leave_room_for_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their activations are elsewhere, so that kernels serve those: as many parts of gradients as these leave."""
+    install(monkeypatch)
+
+    def declines(x: Tensor, *others: Tensor) -> str | None:
+        odd = any(one.data_ptr() % hopper.ALIGNED for one in (x, *others))
+        return "odd" if odd or x.dtype != torch.bfloat16 else None
+
+    for module, name in ((hopper, "declines"), (on_hopper, "hopper_declines")):
+        monkeypatch.setattr(module, name, declines)
+
+    def gradients(numbers: int) -> list[Tensor]:
+        g = torch.Generator().manual_seed(0)
+
+        def leaf(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=g).bfloat16().requires_grad_()
+
+        heads, leaves = [], []
+        for part in range(3):
+            subheads = 1 if part == 2 else 2
+            projected = at_offset(leaf(2, 40, 1, 64).detach(), numbers).requires_grad_()
+            weight = leaf(1, 64, 128) if part < 2 else None
+            heads.append(expanded.Heads(projected, weight, leaf(subheads * 64, 4), leaf(2, subheads * 64, 3)))
+            leaves += [x for x in (projected, weight, heads[-1].taps, heads[-1].state) if x is not None]
+        beta = torch.rand(2, 40, 2, generator=g)
+        rest = {"activation": functional.silu, "grafted": False, "scale": 0.1, "state": None, "weights": None}
+        out, final = expanded.expanded_delta_rule(*heads, None, beta, **rest)
+        return list(torch.autograd.grad((out, final), leaves, (torch.ones_like(out), torch.ones_like(final))))
+
+    assert all(torch.equal(x, y) for x, y in zip(gradients(1), gradients(0), strict=True))

@@ -101,3 +101,20 @@ def test_a_cpu_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not _kernel("short_convolution", None, tensors, activation="silu")
     with pytest.raises(ValueError, match='unknown backend "fast"'):
         short_convolution(torch.zeros(1, 20, 32), torch.zeros(32, 4), backend="fast")
+
+
+@interpreted
+def test_what_was_saved_may_come_back_laid_out_anew() -> None:
+    """As `save_on_cpu` brings it back."""
+    g = torch.Generator().manual_seed(0)
+    given = [torch.randn(*shape, generator=g) for shape in ((2, 33, 1, 32), (32, 4), (2, 32, 3))]
+    upstream = torch.randn(2, 33, 1, 32, generator=g)
+
+    def gradients() -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in given]
+        return torch.autograd.grad(convolution.convolve_heads(*leaves, normalise=True), leaves, upstream)
+
+    expected = gradients()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, Tensor.contiguous):
+        found = gradients()
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))

@@ -83,6 +83,15 @@ def test_row_after_row_from_turned_states_finds_what_all_rows_find_at_once(
         assert float((found[name] - x).norm()) < 2e-6 * float(x.norm()), name
 
 
+@pytest.mark.parametrize(("expansion", "grafted"), [(True, False), (False, False)], ids=str)
+def test_what_was_saved_may_come_back_laid_out_anew(expansion: bool, grafted: bool) -> None:
+    given = tensors(expansion, grafted)
+    expected = results(given, grafted)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, torch.Tensor.contiguous):
+        found = results(given, grafted)
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
 @pytest.mark.parametrize("end", [0, 1], ids=["out", "final"])
 def test_no_state_is_a_state_of_zeros(end: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In outputs, final states and gradients, as a gradient of zeros is none; that of the first state is found too."""

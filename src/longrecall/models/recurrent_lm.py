@@ -13,7 +13,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from longrecall.errors import UserError
-from longrecall.layers.mixers.base import LayerState, without_auxiliary_losses
+from longrecall.layers.mixers.base import LayerState, as_states_are_read_now, without_auxiliary_losses
 from longrecall.layers.mlp import SwiGLU
 from longrecall.layers.norm import RMSNorm, operand_dtype
 from longrecall.layers.tokens import TokenContext, TokenEmbedding, token_argument
@@ -155,7 +155,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
                 hidden.append(x)
             inputs = (x, update, None if state is None else state.layers[index], mask, position, dtype, context)
             if checkpointed:
-                x, update, after = self._gradient_checkpointing_func(layer.__call__, *inputs)
+                x, update, after = self._gradient_checkpointing_func(as_states_are_read_now(layer.__call__), *inputs)
             else:
                 x, update, after = layer(*inputs)
             after, own_losses = without_auxiliary_losses(after)

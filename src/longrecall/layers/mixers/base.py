@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
@@ -31,6 +31,22 @@ def unread_states() -> Iterator[None]:
         yield
     finally:
         _unread.reset(token)
+
+
+def as_states_are_read_now(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose later calls (a checkpoint's, in the backward) find states as read or unread as they are now."""
+    if torch.compiler.is_compiling():
+        return function
+    unread = _unread.get()
+
+    def call(*args: Any) -> Any:
+        token = _unread.set(unread)
+        try:
+            return function(*args)
+        finally:
+            _unread.reset(token)
+
+    return call
 
 
 def states_are_unread() -> bool:

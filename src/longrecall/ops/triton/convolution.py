@@ -271,7 +271,7 @@ def no_inputs(z: Tensor, taps: Tensor) -> Tensor:
 
 
 def laid_out(state: Tensor) -> Tensor:
-    """A state ``[B, C, W - 1]`` with neighbouring channels side by side, as in what is convolved; a copy if need be."""
+    """A state ``[B, C, W - 1]`` with neighbouring channels side by side; a copy if need be, as after `save_on_cpu`."""
     return state.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -394,7 +394,7 @@ class _ConvolveHeads(torch.autograd.Function):
         d_before = state.new_empty((len(state), WIDTH - 1, len(weight)))
         sums = z.new_empty((parts(z), WIDTH + (bias is not None), len(weight)), dtype=torch.float32)
         found = (grads[0].contiguous(), d_z, d_before, sums)
-        backward(z, weight, state, *found, normalise=ctx.normalise, bias=bias, eps=ctx.eps)
+        backward(z, weight, laid_out(state), *found, normalise=ctx.normalise, bias=bias, eps=ctx.eps)
         sums = sums.sum(0)
         d_bias = None if bias is None else sums[WIDTH].to(bias.dtype)
         return None, None, d_z, sums[:WIDTH].t().to(weight.dtype), d_before.transpose(1, 2), d_bias

@@ -195,22 +195,24 @@ class _Remade:
     """Queries, keys or values in the backward: made again for some rows of the batch, a group, after the other."""
 
     def __init__(self, make: _Maker, heads: Sequence[Any], groups: list[slice], *, normalise: bool) -> None:
-        self.maker, self.normalise, self.heads = make, normalise, heads
+        self.maker, self.normalise, self.heads = make, normalise, list(heads)
         y, state, weight, taps = heads
+        self.heads[1] = laid_out(state)
         self.d_y, self.d_before = torch.empty_like(y), y.new_empty((len(y), state.shape[2], len(taps)))
         if weight is not None:
             self.weight, self.active = weight.to(y.dtype).contiguous(), make.active(y)
             self.d_weights = self.weight.new_empty((len(groups), *weight.shape))
             self.for_weight = iter(self.d_weights)
-        counts = [self.parts(y[rows]) for rows in groups]
+        counts = [self.parts(rows) for rows in groups]
         self.d_taps = y.new_empty((sum(counts), convolution.WIDTH, len(taps)), dtype=torch.float32)
         self.for_taps = iter(self.d_taps.split(counts))
 
-    def parts(self, y: Tensor) -> int:
-        """Parts of the taps' gradient that come from some rows."""
+    def parts(self, rows: slice) -> int:
+        """Parts of the taps' gradient that come from some rows: of the kernel that is given the same tensors."""
+        y = self.heads[0][rows]
         if self.heads[2] is None:
             return convolution.parts(y)
-        return expansion.parts(y, self.weight, y if self.maker.grafted else None, self.heads[3])
+        return expansion.parts(self.active[rows], self.weight, y if self.maker.grafted else None, self.heads[3])
 
     def make(self, rows: slice) -> Tensor:
         """What the layer's forward made of these rows."""

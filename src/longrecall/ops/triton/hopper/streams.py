@@ -55,7 +55,7 @@ def _plan(rows: int, tokens: int, subheads: int, room: int) -> tuple[int, int]:
         programs = triton.cdiv(rows * segments, STREAMS) * subheads
         return int(triton.cdiv(programs, room) * (triton.cdiv(tiles, segments) + BEGINNING))
 
-    most = min(triton.cdiv(tiles, SHORTEST), triton.cdiv(2 * STREAMS * room, rows * subheads))
+    most = min(triton.cdiv(tiles, SHORTEST), triton.cdiv(2 * STREAMS * room, max(1, rows * subheads)))
     chunks = triton.cdiv(tiles, min(range(1, most + 1), key=work))
     return triton.cdiv(tiles, chunks), chunks
 
