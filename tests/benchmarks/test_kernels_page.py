@@ -29,6 +29,7 @@ def test_layers_by_expansion_factor() -> None:
     for title, key in (
         ("forward, ms", "forward_ms"),
         ("forward and backward, ms", "both_ms"),
+        ("the same as a CUDA graph, ms", "graph_ms"),
         ("peak, GiB", "peak_gib"),
     ):
         assert f"| {title} | {' | '.join(shown(row[key], 3) for row in ours)} |" in PAGE

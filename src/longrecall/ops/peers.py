@@ -118,14 +118,14 @@ class Measured:
 # Printed by `python benchmarks/gpu_peers.py --table benchmarks/results/gpu_peers.json` from that recorded run; without
 # a row nothing of another package is chosen unless it is named.
 MEASURED: tuple[Measured, ...] = (
-    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, False, 64, 4096, ()),
-    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, True, 64, 4096, ("flash_qla",)),
-    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, False, 8, 4096, ()),
+    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, False, 64, 4096, ("flash_qla",)),
+    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, True, 64, 4096, ()),
+    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, False, 8, 4096, ("flash_qla",)),
     Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, True, 8, 4096, ()),
     Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, False, 8, 32768, ()),
     Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, True, 8, 32768, ("flash_qla",)),
-    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, False, 512, 4096, ("flash_qla",)),
-    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, True, 512, 4096, ("flash_qla",)),
+    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, False, 512, 4096, ()),
+    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, True, 512, 4096, ()),
     Measured("gated_linear_attention", "channel", torch.bfloat16, 256, 512, 1, False, 32, 4096, ("fla",)),
     Measured("gated_linear_attention", "channel", torch.bfloat16, 256, 512, 1, False, 4, 4096, ()),
 )
