@@ -60,8 +60,8 @@ def inputs(rows: int, length: int, factor: int) -> list[Tensor]:
     return [q, k, randn(rows, length, HEADS, WIDTH).bfloat16(), decay, beta]
 
 
-def timed(forward: Callable[..., Tensor], leaves: list[Tensor]) -> dict[str, Any]:
-    """Forward without gradients, forward and backward, and the peak of the latter."""
+def timed(forward: Callable[..., Tensor], leaves: list[Tensor], *, graph: bool = False) -> dict[str, Any]:
+    """Forward without gradients, forward and backward, the peak of the latter and, asked for, its time as a graph."""
     for leaf in leaves:
         leaf.requires_grad_()
     upstream = torch.randn_like(forward())
@@ -73,7 +73,10 @@ def timed(forward: Callable[..., Tensor], leaves: list[Tensor]) -> dict[str, Any
 
     with torch.no_grad():
         once = median_ms(forward, repeats=20)
-    return {"forward_ms": once, "both_ms": median_ms(both, repeats=20), "peak_gib": peak_gib(both)}
+    values = {"forward_ms": once, "both_ms": median_ms(both, repeats=20), "peak_gib": peak_gib(both)}
+    if graph:
+        values["graph_ms"] = replayed_ms(lambda: torch.autograd.grad(forward(), leaves, upstream), launches=1)
+    return values
 
 
 def recurrences(rows: Rows, size: tuple[int, int], factors: list[int]) -> None:
@@ -134,18 +137,10 @@ def layers(rows: Rows, size: tuple[int, int], factors: list[int], others: tuple[
     for factor in factors:
         for name in ("ours", *(peers() if others is None or factor in others else ())):
             # A layer of its own for each row, so that a peak counts nothing that another row has left.
-            rows.measure(f"layer E={factor} {name}", lambda e=factor, n=name: timed_layer(size, e, n))
+            rows.measure(
+                f"layer E={factor} {name}", lambda e=factor, n=name: timed(*layer(size, e, n), graph=n == "ours")
+            )
             torch.cuda.empty_cache()
-
-
-def timed_layer(size: tuple[int, int], factor: int, name: str) -> dict[str, Any]:
-    """`timed` of a layer, and of ours what a graph of forward and backward takes."""
-    forward, leaves = layer(size, factor, name)
-    values = timed(forward, leaves)
-    if name == "ours":
-        upstream = torch.randn_like(leaves[0])
-        values["graph_ms"] = replayed_ms(lambda: torch.autograd.grad(forward(), leaves, upstream), launches=1)
-    return values
 
 
 def layer(size: tuple[int, int], factor: int, name: str) -> tuple[Callable[[], Tensor], list[Tensor]]:

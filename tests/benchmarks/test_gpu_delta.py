@@ -54,7 +54,7 @@ def test_a_layer_with_a_peers_kernel_computes_what_ours_does(benchmark: Any, fac
 def test_rows_of_layers_and_what_they_leave_behind(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before: list[weakref.ref[torch.Tensor]] = []
 
-    def timed(forward: Any, leaves: list[torch.Tensor]) -> int:
+    def timed(forward: Any, leaves: list[torch.Tensor], **_: bool) -> int:
         assert not any(reference() is not None for reference in before)
         forward()
         before[:] = [weakref.ref(leaf) for leaf in leaves]

@@ -1,6 +1,7 @@
 """The recurrences of one decoding step in Gluon: a tile of a state comes through shared memory, and is read from there.
 
 It has few registers of a thread at a time, so many programs share a multiprocessor and wait for memory at once.
+What is small comes meanwhile, and norms scale a tile's sums, not the keys, of which every thread holds many.
 """
 
 from __future__ import annotations
@@ -89,10 +90,7 @@ def step_kernel(
     K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, DELTA: gl.constexpr, NORMALISE: gl.constexpr,
     SKIP: gl.constexpr, BV: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """All keys of BV values of one head's state; neighbouring programs have neighbouring blocks.
-
-    As the plain `_recurrence_kernel`, whose arguments these are. ROWS: neighbouring keys that a thread holds.
-    """
+    """All keys of BV values of a state, with the plain kernel's arguments. ROWS: neighbouring keys of a thread."""
     UNITS: gl.constexpr = BV // 8
     TILE: gl.constexpr = gl.BlockedLayout([ROWS, 8], [32 // UNITS, UNITS], [WARPS, 1], [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -106,10 +104,7 @@ def step_kernel(
     room = gl.allocate_shared_memory(gl.bfloat16, [K, BV], gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
     async_copy.async_copy_global_to_shared(room, tile)
     async_copy.commit_group()
-
-    # The small ones come meanwhile.
-    row, head = (place // HEADS).to(gl.int64), place % HEADS
-    key_head = head // REPEATS
+    row, head, key_head = (place // HEADS).to(gl.int64), place % HEADS, place % HEADS // REPEATS
     # State heads: key head, then subhead, then value head of that key head; subheads share the values.
     value_head = ((head // (SHARE * REPEATS)) * REPEATS + head % REPEATS) % VALUE_HEADS
     query = gl.load(q + row * q_row + key_head * K + keys).to(gl.float32)
@@ -131,7 +126,6 @@ def step_kernel(
     if DELTA:
         strength = beta_factor * _sigmoid(gl.load(beta + row * beta_row + head).to(gl.float32))
         squares, key_squares, both = gl.reduce((query * query, key * key, query * key), 0, _three_sums)
-        # A tile's sums are scaled, not the keys, of which every thread holds many.
         query_scale, key_scale = scale, 1.0
         if NORMALISE:
             query_scale, key_scale = scale * gl.rsqrt(squares + eps), gl.rsqrt(key_squares + eps)
