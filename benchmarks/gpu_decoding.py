@@ -4,8 +4,10 @@
 
 Times are medians of CUDA events. The recurrence kernels go round states of 64 MiB or more, 512 MiB in all as of several
 layers, so that none is in the L2 cache when its turn comes; "share" is state bytes read and written per second over the
-copy rate, measured over 4 GiB; "copy_ms" is what torch takes to copy such a state to another place, in the same way. A
-model's step is what `generate()` replays for every token; tokens per second include the choice of the token.
+copy rate, measured over 4 GiB; "ahead_ms" and "ahead_share" are those of launches that may read states while the kernel
+before is at work, as in a model's step (ops/ahead.py); "copy_ms" is what torch takes to copy such a state to another
+place, in the same way. A model's step is what `generate()` replays for every token; tokens per second include the
+choice of the token.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from longrecall.models.decoding import captured_segments, captured_step
 from longrecall.models.description import read_description
 from longrecall.models.prefill import read_prompt
 from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.ops.ahead import reading_ahead
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_timing import Rows, copy_rate, median_ms, replayed_ms
@@ -69,13 +72,21 @@ def kernels(rows: Rows) -> None:
                 }[kind]()
                 extra: dict[str, Any] = {"beta": random(batch, heads), "normalise": True} if kind == "delta" else {}
                 given = {"scale": 0.1, "key_heads": groups, "value_heads": heads, **extra}
-                milliseconds = replayed_ms(lambda: recurrence(q, k, v, next(turns), gate, **given))
+
+                def step() -> None:
+                    recurrence(q, k, v, next(turns), gate, **given)
+
+                milliseconds = replayed_ms(step)
+                with reading_ahead():
+                    ahead = replayed_ms(step)
                 copies = itertools.cycle([torch.empty_like(state) for state in states])
                 return {
                     "ms": milliseconds,
                     "copy_ms": replayed_ms(lambda: next(copies).copy_(next(turns))),
                     "state_mib": size / 2**20,
                     "share": 2 * size / (milliseconds / 1e3) / rate,
+                    "ahead_ms": ahead,
+                    "ahead_share": 2 * size / (ahead / 1e3) / rate,
                 }
 
             rows.measure(f"step kernel, {name}, {str(dtype).removeprefix('torch.')}", measure)

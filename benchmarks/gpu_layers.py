@@ -220,7 +220,8 @@ def layer(description: dict[str, Any], batch: int, length: int, width: int) -> d
 
 
 SECTIONS: dict[str, list[Callable[[Rows, argparse.Namespace], None]]] = {
-    "layers": [linear_layers, delta_layers, first_calls],
+    "layers": [linear_layers, delta_layers],
+    "first": [first_calls],
     "linear": [linear_ops, linear_peers],
     "scan": [scan_ops],
 }

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("triton")
 
 from longrecall.ops.triton import hopper
+from longrecall.ops.triton.dependent import AHEAD
 from longrecall.ops.triton.hopper import decoding
 
 SHARED_MEMORY = 227 * 1024
@@ -131,11 +132,19 @@ def test_expansion(width: int, grafted: bool) -> None:
     ],
 )
 def test_step(gate: int, delta: bool, K: int, V: int) -> None:
-    width, warps = decoding.tile(K, V, delta=delta)
+    width = decoding.width(K, V, delta=delta)
     constants = {
-        "HEADS": 8, "KEY_HEADS": 4, "SHARE": 2, "VALUE_HEADS": 4, "K": K, "V": V, "GATE": gate, "DELTA": delta,
-        "NORMALISE": delta, "SKIP": True, "BV": width, "ROWS": decoding.ROWS, "WARPS": warps,
+        "HEADS": 8, "KEY_HEADS": 4, "SHARE": 2, "VALUE_HEADS": 4, "K": K, "V": V, "GATE": gate,
+        "NORMALISE": delta, "SKIP": True, "BV": width, "ROWS": decoding.ROWS, "EARLY": AHEAD,
     }  # fmt: skip
-    found = compiled("decoding_recurrence", "step_kernel", constants, warps)
-    # A tile of the state, and what its sums over keys and decays need.
-    assert 2 * K * width <= found["shared"] <= 2 * K * width + 2048
+    if delta:
+        warps = max(1, K * width // decoding.SHARE)
+        found = compiled("decoding_delta", "delta_step_kernel", {**constants, "WARPS": warps}, warps)
+        # A tile of the state, and what its sums over keys and decays need.
+        assert 2 * K * width <= found["shared"] <= 2 * K * width + 2048
+    else:
+        chunk, ring, warps = decoding.chunks(K, width)
+        constants |= {"CHUNK": chunk, "RING": ring, "WARPS": warps}
+        found = compiled("decoding_gated", "gated_step_kernel", constants, warps)
+        # The ring, and keys, queries and decays of all keys.
+        assert 2 * ring * chunk * width <= found["shared"] <= 2 * ring * chunk * width + 3 * 4 * K + 1024

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 pytest.importorskip("triton")
 
 from longrecall.ops.triton.decoding_recurrence import Gate, recurrence
+from longrecall.ops.triton.dependent import AHEAD, WAITING
 from longrecall.ops.triton.hopper import decoding
 from tests.ops.gluon_emulation import install
 from tests.ops.test_triton_step import expected_step
@@ -64,12 +65,25 @@ def check(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None
     torch.testing.assert_close(found[1].double(), expected[1], rtol=2**-8 + 2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 192), (128, 128)])
+def name_of(kind: tuple) -> str:
+    """The kernel that serves a kind."""
+    return "delta_step_kernel" if kind[1] else "gated_step_kernel"
+
+
+@pytest.mark.parametrize(("K", "V", "early"), [(64, 64, 0), (64, 192, WAITING), (128, 128, AHEAD), (256, 64, AHEAD)])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_emulated(kind: tuple, K: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = install(monkeypatch)
+def test_emulated(kind: tuple, K: int, V: int, early: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = install(monkeypatch, early)
     check(*a_step(*kind, 2, K, V, "cpu"))
-    assert ran == ["step_kernel"]
+    assert ran == [name_of(kind)]
+
+
+def test_more_chunks_than_the_ring_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk, ring, _ = decoding.chunks(256, 128)
+    assert 256 // chunk > ring
+    ran = install(monkeypatch, AHEAD)
+    check(*a_step(*KINDS[0], 1, 256, 128, "cpu"))
+    assert ran == ["gated_step_kernel"]
 
 
 @pytest.mark.parametrize("options", [{"normalise": False}, {"skip": True}], ids=str)
@@ -77,7 +91,7 @@ def test_emulated(kind: tuple, K: int, V: int, monkeypatch: pytest.MonkeyPatch) 
 def test_emulated_options(kind: tuple, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     ran = install(monkeypatch)
     check(*a_step(*kind, 1, 64, 64, "cpu", **options))
-    assert ran == ["step_kernel"]
+    assert ran == [name_of(kind)]
 
 
 def test_small_steps_are_right_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +104,7 @@ def test_small_steps_are_right_to_float32(monkeypatch: pytest.MonkeyPatch) -> No
         one[:, :64].clone(), one[:, :64].clone(), one, state, Gate("step", raw[None], none, none),
         scale=1 / 64, key_heads=1, value_heads=len(raw),
     )  # fmt: skip
-    assert ran == ["step_kernel"]
+    assert ran == ["gated_step_kernel"]
     # Exponentials of float32 with arguments up to 80 * log2 e.
     expected = F.softplus(raw.double())[None, :, None].expand(y.shape)
     torch.testing.assert_close(y.double(), expected, rtol=2e-5, atol=0)
@@ -103,13 +117,25 @@ def test_what_it_declines() -> None:
     assert "CUDA" in str(decoding.declines(torch.zeros(1, 1, 64, 64).bfloat16()))
 
 
-@pytest.mark.parametrize("delta", [True, False])
 @pytest.mark.parametrize("V", [64, 128, 192])
 @pytest.mark.parametrize("K", decoding.KEYS)
-def test_tiles_cover_a_state_and_fit(K: int, V: int, delta: bool) -> None:
-    width, warps = decoding.tile(K, V, delta=delta)
+def test_tiles_cover_a_state_and_fit(K: int, V: int) -> None:
+    width = decoding.width(K, V, delta=True)
+    warps = max(1, K * width // decoding.SHARE)
     assert V % width == 0 and warps in (1, 2, 4)
     # Rows that the threads hold at once are no more than there are.
     assert decoding.ROWS * 32 // (width // 8) * warps <= K
     # Three programs at least share a multiprocessor's memory.
     assert 2 * K * width * 3 <= 227 * 1024
+
+
+@pytest.mark.parametrize("V", [64, 128, 192])
+@pytest.mark.parametrize("K", decoding.KEYS)
+def test_chunks_cover_a_state_and_fit(K: int, V: int) -> None:
+    width = decoding.width(K, V, delta=False)
+    chunk, ring, warps = decoding.chunks(K, width)
+    assert V % width == 0 and K % chunk == 0 and 1 <= ring <= K // chunk
+    # Threads hold a chunk once or more, and all the same number of keys.
+    assert chunk % (decoding.ROWS * 32 // (width // 8) * warps) == 0
+    # Four programs at least share a multiprocessor's memory, keys, queries and decays included.
+    assert (2 * ring * chunk * width + 3 * 4 * K) * 4 <= 223 * 1024

@@ -10,7 +10,8 @@ import torch
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from longrecall.ops.triton import launch  # noqa: E402
+from longrecall.ops.ahead import reading_ahead  # noqa: E402
+from longrecall.ops.triton import dependent, launch  # noqa: E402
 
 
 def scaled(x, out, size, factor, BLOCK: tl.constexpr, EXTRA: tl.constexpr = 3):  # type: ignore[no-untyped-def]
@@ -117,3 +118,34 @@ def test_it_is_a_kernel_of_triton() -> None:
     assert isinstance(kernel, triton.JITFunction) and kernel.arg_names[:3] == ["x", "out", "size"]
     # With TRITON_INTERPRET=1 Triton runs the function itself.
     assert isinstance(launch.kernel(scaled), launch.Kernel) is not launch.interpreting()
+
+
+def early_scaled(x, out, size, factor, BLOCK: tl.constexpr, EARLY: tl.constexpr = 0):  # type: ignore[no-untyped-def]
+    tl.store(out, tl.load(x) * factor)
+
+
+@pytest.mark.parametrize(("capability", "early"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
+def test_early_launches(capability: tuple[int, int], early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From Hopper on, and another kernel where the caller has promised what may be read ahead."""
+    kernel, made = launch.Kernel(early_scaled), []
+
+    def run(*args: Any, grid: Any, warmup: bool, **constants: Any) -> Compiled:
+        made.append(constants)
+        return Compiled()
+
+    monkeypatch.setattr(kernel, "run", run)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: f"stream {device}", raising=False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    dependent.serves.cache_clear()
+    x = torch.zeros(64)
+    for _ in range(2):
+        kernel[(4,)](x, x, 64, 0.5, BLOCK=64)
+        with reading_ahead():
+            kernel[(4,)](x, x, 64, 0.5, BLOCK=64)
+    dependent.serves.cache_clear()
+    options = [{"EARLY": dependent.WAITING}, {"EARLY": dependent.AHEAD}] if early else [{}, {}]
+    assert made == [{"BLOCK": 64, **one, **({"launch_pdl": True} if early else {})} for one in options]
+    values = [values for _, values in kernel.remembered.values()]
+    assert values == [(64, one.get("EARLY", 0)) for one in options]

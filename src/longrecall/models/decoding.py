@@ -37,6 +37,7 @@ from longrecall.models.captured_steps import kept
 from longrecall.models.prefill import LENGTHS, CapturedSegments, read_prompt, why_no_segments
 from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
 from longrecall.models.state import RecurrentState
+from longrecall.ops.ahead import reading_ahead
 from longrecall.ops.triton import backend as triton
 
 LEAST_ROOM = 4096
@@ -238,6 +239,11 @@ class DecodingStep:
 
     @torch.no_grad()
     def _run(self) -> Tensor:
+        # A layer's state is written by one of its own kernels, with others before the next step; weights by none.
+        with reading_ahead():
+            return self._forward()
+
+    def _forward(self) -> Tensor:
         model = self.body
         x = model.embeddings(self.ids)
         if self.tokens is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import inspect
 import itertools
 import sys
 from collections.abc import Callable
@@ -22,9 +23,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from longrecall.ops.triton.dependent import CONSTANT
 from tests.ops.gluon_emulation.hazards import Hazard, Names
 from tests.ops.gluon_emulation.language import language
-from tests.ops.gluon_emulation.memory import NOBODY, Memory, Pointer
+from tests.ops.gluon_emulation.memory import NOBODY, Chain, Memory, Pointer
 from tests.ops.gluon_emulation.registers import Scalar, scalars
 from tests.ops.gluon_emulation.shared import Traffic
 
@@ -37,26 +39,29 @@ SOURCES = Path(__file__).parents[3] / "src" / Path(*PACKAGE.split("."))
 OPTIONS = ("num_warps", "maxnreg")
 """Arguments of a launch that are none of the kernel."""
 
+OWNED = "state"
+"""The argument that a kernel may read ahead."""
+
 
 def load(name: str) -> Any:
     """A module of ops/triton/hopper whose kernels, launched as on a GPU, run here."""
     return _Machine().module(name)
 
 
-def execute(source: str) -> Any:
-    """The same from its text."""
-    return _Machine().execute(source, "<emulated>")
+def execute(source: str, early: int = 0) -> Any:
+    """The same from its text, launched early or not (see longrecall/ops/triton/dependent.py)."""
+    return _Machine(early).execute(source, "<emulated>")
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def install(monkeypatch: pytest.MonkeyPatch, early: int = 0) -> list[str]:
     """Have the kernels serve bfloat16 tensors of the CPU wherever they would serve a Hopper GPU's.
 
-    Returns the names of the kernels that have run, in their order.
+    Returns the names of the kernels that have run, in their order. `early` is for those that can be launched so.
     """
     from longrecall.ops.triton import hopper
     from longrecall.ops.triton.hopper import expansion
 
-    machine = _Machine()
+    machine = _Machine(early)
     for file in SOURCES.glob("*.py"):
         if "triton.experimental.gluon" in file.read_text():
             monkeypatch.setitem(sys.modules, f"{PACKAGE}.{file.stem}", machine.module(file.stem))
@@ -69,10 +74,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 class _Machine:
     """Runs kernels, a program at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, early: int = 0) -> None:
         self.ran: list[str] = []
+        self.chain = Chain(early)
         self.program, self.programs, self.traffic = [0, 0, 0], [1, 1, 1], Traffic()
-        self.modules: dict[str, Any] = language(self.traffic, self.program, self.programs)
+        self.modules: dict[str, Any] = language(self.traffic, self.chain, self.program, self.programs)
         self.modules[f"{PACKAGE}.launch"] = Names("launch", gluon_kernel=functools.partial(_Kernel, self))
 
     def module(self, name: str) -> Any:
@@ -99,22 +105,31 @@ class _Machine:
         self.ran.append(function.__name__)
         self.programs[:] = (*grid, 1, 1)[:3]
         memories: dict[int, Memory] = {}
-        given = [self._argument(x, memories) for x in args]
+        names = inspect.signature(function).parameters
+        given = [self._argument(x, name == OWNED, memories) for name, x in zip(names, args, strict=False)]
         sizes = {name: value for name, value in constants.items() if name not in OPTIONS}
+        # Not every kernel can be launched early: the others have waited before they begin.
+        chain = self.chain if CONSTANT in names else Chain()
+        if CONSTANT in names:
+            sizes[CONSTANT] = chain.early
         for number, place in enumerate(itertools.product(*map(range, self.programs))):
             self.program[:] = place
             for memory in memories.values():
-                memory.program = number
+                memory.program, memory.chain = number, chain
             self.traffic.begin()
+            chain.begin()
             function(*given, **sizes)
+            chain.end()
             self.traffic.end()
 
-    def _argument(self, x: Any, memories: dict[int, Memory]) -> Any:
+    def _argument(self, x: Any, owned: bool, memories: dict[int, Memory]) -> Any:
         """An argument as the kernel has it; None stays None. Tensors that begin at one address share their memory."""
         if isinstance(x, Tensor):
             numbers = x.view(-1)
-            fresh = Memory(numbers, torch.full(numbers.shape, NOBODY))
-            return Pointer(memories.setdefault(numbers.data_ptr(), fresh))
+            fresh = Memory(numbers, torch.full(numbers.shape, NOBODY), self.chain)
+            memory = memories.setdefault(numbers.data_ptr(), fresh)
+            memory.owned |= owned
+            return Pointer(memory)
         if isinstance(x, float):
             return float(torch.tensor(x, dtype=torch.float32))
         return None if x is None else Scalar(x)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.ops.gluon_emulation import ptx
 from tests.ops.gluon_emulation.hazards import Hazard, Names
-from tests.ops.gluon_emulation.memory import Pointer
+from tests.ops.gluon_emulation.memory import Chain, Pointer
 from tests.ops.gluon_emulation.registers import Constant, Register, Scalar
 from tests.ops.gluon_emulation.shared import Traffic
 
@@ -76,7 +76,7 @@ def _assembly(asm: str, constraints: str, args: list[Any], *, dtype: Any, is_pur
     return ptx.run(asm, constraints, args, dtype, pack)
 
 
-def language(traffic: Traffic, program: list[int], programs: list[int]) -> dict[str, Names]:
+def language(traffic: Traffic, chain: Chain, program: list[int], programs: list[int]) -> dict[str, Names]:
     """Gluon's modules by name, for the program at that place of the grid."""
     gl = Names(
         "gl",
@@ -123,6 +123,7 @@ def language(traffic: Traffic, program: list[int], programs: list[int]) -> dict[
     return {
         "triton.experimental": Names("triton.experimental", gluon=Names("gluon", jit=lambda function: function)),
         package: Names("gluon", language=gl),
+        "triton.language.extra.cuda": Names("cuda", gdc_wait=chain.wait, gdc_launch_dependents=chain.let_next),
         f"{package}.language.nvidia.ampere": Names("ampere", **ampere),
         f"{package}.language.nvidia.hopper": Names("hopper", **ampere, **hopper),
     }

@@ -13,6 +13,31 @@ from tests.ops.gluon_emulation.registers import Register, register
 
 NOBODY = -1
 
+AHEAD = 2
+"""`EARLY` of a kernel that reads its own state ahead (longrecall/ops/triton/dependent.py)."""
+
+
+@dataclass
+class Chain:
+    """Whether a program still has to wait for the kernel before its own."""
+
+    early: int = 0
+    waiting: bool = False
+
+    def begin(self) -> None:
+        self.waiting = bool(self.early)
+
+    def wait(self) -> None:
+        self.waiting = False
+
+    def let_next(self) -> None:
+        if self.waiting:
+            raise Hazard("the next kernel is let in while the one before may still be at work")
+
+    def end(self) -> None:
+        if self.waiting:
+            raise Hazard("a program ends that has not waited for the kernel before")
+
 
 @dataclass
 class Memory:
@@ -21,11 +46,16 @@ class Memory:
     numbers: Tensor
     writers: Tensor
     """The program that wrote each number in this launch."""
+    chain: Chain
+    owned: bool = False
+    """Whether the kernel before leaves the tensor alone, if `reading_ahead` is promised."""
     program: int = 0
     """The one that runs."""
 
-    def check(self, places: Tensor, inside: Tensor) -> None:
-        """Places must be in the tensor and written by nobody else."""
+    def check(self, places: Tensor, inside: Tensor, *, writes: bool) -> None:
+        """Places must be in the tensor, written by nobody else, and not used too early."""
+        if self.chain.waiting and (writes or not self.owned or self.chain.early != AHEAD):
+            raise Hazard("memory is used before the kernel before has been waited for")
         used = places[inside]
         if used.numel() and (int(used.min()) < 0 or int(used.max()) >= self.numbers.numel()):
             raise Hazard(f"places {int(used.min())} to {int(used.max())} of a tensor of {self.numbers.numel()} numbers")
@@ -56,14 +86,14 @@ class Pointer:
     def load(self, mask: Any = None, other: float = 0.0) -> Register:
         """`gl.load`: `other` where the mask says no."""
         places, inside = self.places(mask)
-        self.memory.check(places, inside)
+        self.memory.check(places, inside, writes=False)
         found = self.memory.numbers[torch.where(inside, places, 0)]
         return register(torch.where(inside, found, torch.tensor(other, dtype=found.dtype)))
 
     def store(self, value: Any, mask: Any = None) -> None:
         """`gl.store`: threads may write the same number to one place, but not different ones."""
         places, inside = self.places(mask)
-        self.memory.check(places, inside)
+        self.memory.check(places, inside, writes=True)
         given = torch.as_tensor(value).as_subclass(Tensor).to(self.memory.numbers.dtype)
         places, inside, given = torch.broadcast_tensors(places, inside, given)
         used, given = places[inside], given[inside]

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longrecall.ops.triton.dependent import begin
 from longrecall.ops.triton.launch import arithmetic, block, kernel, processors, product, product_block, softmax_step
 
 WIDEST_HEAD, MOST_HEADS = 256, 128
@@ -75,9 +76,10 @@ def _attend_kernel(
     out, sums, scale, room, window,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, META: tl.constexpr, SPLITS: tl.constexpr,
     BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
-    DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     """One row, key head and part of the keys; the part with the newest token's column writes it."""
+    begin(EARLY)
     split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     h, d, n = tl.arange(0, BH), tl.arange(0, BD), tl.arange(0, BN)
     own, channel = h < H // G, d < D
@@ -140,9 +142,11 @@ def _attend_kernel(
 
 @kernel
 def _merge_kernel(
-    parts, sums, out, SPLITS: tl.constexpr, BS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
+    parts, sums, out, SPLITS: tl.constexpr, BS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     """One head of one row: the mean of its parts ``[SPLITS, D]``, weighed by the softmax of their sums' logarithms."""
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     split, d = tl.arange(0, BS), tl.program_id(1) * BD + tl.arange(0, BD)
     weight = tl.load(sums + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longrecall.ops.triton.dependent import begin, begin_if_ahead, begin_unless_ahead
 from longrecall.ops.triton.launch import kernel
 
 
@@ -22,10 +23,15 @@ def _sigmoid(x):
 
 
 @kernel
-def _add_norm_kernel(stream, update, weight, out, size, eps, UPDATE: tl.constexpr, BLOCK: tl.constexpr):
+def _add_norm_kernel(
+    stream, update, weight, out, size, eps, UPDATE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = 0
+):  # fmt: skip
+    begin_unless_ahead(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
+    norm = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    begin_if_ahead(EARLY)
     x = tl.load(stream + row * size + columns, mask=inside, other=0.0)
     if UPDATE:
         added = x.to(tl.float32) + tl.load(update + row * size + columns, mask=inside, other=0.0).to(tl.float32)
@@ -33,7 +39,7 @@ def _add_norm_kernel(stream, update, weight, out, size, eps, UPDATE: tl.constexp
         tl.store(stream + row * size + columns, x, mask=inside)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    y = x * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    y = x * scale * norm
     tl.store(out + row * size + columns, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -56,7 +62,8 @@ def add_norm(stream: Tensor, update: Tensor | None, weight: Tensor, eps: float, 
 
 
 @kernel
-def _silu_product_kernel(gate, up, out, count, BLOCK: tl.constexpr):
+def _silu_product_kernel(gate, up, out, count, BLOCK: tl.constexpr, EARLY: tl.constexpr = 0):
+    begin(EARLY)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     x = tl.load(gate + place, mask=inside, other=0.0)
@@ -75,18 +82,23 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 @triton.jit
 def _taps(
     x, x_row, state, weight, bias, out, row, channels, block,
-    W: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    W: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < channels
-    newest = tl.load(x + row * x_row + column, mask=inside, other=0.0)
-    total = tl.load(weight + column * W + (W - 1), mask=inside, other=0.0).to(tl.float32) * newest.to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
     history = state + row * (W - 1) * channels + column
+    begin_unless_ahead(EARLY)
+    last = tl.load(weight + column * W + (W - 1), mask=inside, other=0.0).to(tl.float32)
     for tap in tl.static_range(W - 1):
         past = tl.load(history + tap * channels, mask=inside, other=0.0)
         total += tl.load(weight + column * W + tap, mask=inside, other=0.0).to(tl.float32) * past.to(tl.float32)
-        if tap > 0:
-            tl.store(history + (tap - 1) * channels, past, mask=inside)
+    begin_if_ahead(EARLY)
+    newest = tl.load(x + row * x_row + column, mask=inside, other=0.0)
+    total = last * newest.to(tl.float32) + total
+    for tap in tl.static_range(W - 2):
+        past = tl.load(history + (tap + 1) * channels, mask=inside, other=0.0)
+        tl.store(history + tap * channels, past, mask=inside)
     if W > 1:
         tl.store(history + (W - 2) * channels, newest.to(state.dtype.element_ty), mask=inside)
     if BIAS:
@@ -99,18 +111,19 @@ def _taps(
 def _conv_kernel(
     x0, r0, s0, w0, b0, o0, c0, x1, r1, s1, w1, b1, o1, c1, x2, r2, s2, w2, b2, o2, c2,
     blocks0, blocks1, W: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if PARTS == 1:
-        _taps(x0, r0, s0, w0, b0, o0, row, c0, block, W, BIAS, BLOCK)
+        _taps(x0, r0, s0, w0, b0, o0, row, c0, block, W, BIAS, BLOCK, EARLY)
     else:
         if block < blocks0:
-            _taps(x0, r0, s0, w0, b0, o0, row, c0, block, W, BIAS, BLOCK)
+            _taps(x0, r0, s0, w0, b0, o0, row, c0, block, W, BIAS, BLOCK, EARLY)
         elif block < blocks0 + blocks1:
-            _taps(x1, r1, s1, w1, b1, o1, row, c1, block - blocks0, W, BIAS, BLOCK)
+            _taps(x1, r1, s1, w1, b1, o1, row, c1, block - blocks0, W, BIAS, BLOCK, EARLY)
         else:
-            _taps(x2, r2, s2, w2, b2, o2, row, c2, block - blocks0 - blocks1, W, BIAS, BLOCK)
+            _taps(x2, r2, s2, w2, b2, o2, row, c2, block - blocks0 - blocks1, W, BIAS, BLOCK, EARLY)
 
 
 def convolve(parts: list[tuple[Tensor, Tensor, Tensor, Tensor | None]]) -> list[Tensor]:
@@ -145,7 +158,9 @@ def _gated_norm_kernel(
     o, weights, gate, norm, out, terms, width, o_row, row_a, row_b, repeats, term_step, column_step,
     norm_step, gate_row, eps,
     WEIGHTED: tl.constexpr, GATED: tl.constexpr, GATE_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     groups = tl.num_programs(1)

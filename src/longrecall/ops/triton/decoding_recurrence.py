@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longrecall.ops.triton.dependent import begin, begin_if_ahead, begin_unless_ahead
 from longrecall.ops.triton.hopper import decoding as hopper_decoding
 from longrecall.ops.triton.launch import interpreting, kernel, processors
 
@@ -145,6 +146,13 @@ def _gated_rule(
     return S, tl.sum(S * q.to(tl.float32)[:, None], 0)
 
 
+@triton.jit
+def _tile_at(state, first, values, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr):
+    """Places of BK keys from `first` on of one head's state, and which of them there are."""
+    keys = first + tl.arange(0, BK)[:, None]
+    return state + keys * V + values[None, :], (keys < K) & (values < V)[None, :]
+
+
 @kernel
 def _recurrence_kernel(
     q, k, v, gate, bias, A_log, D, beta, state, out,
@@ -153,8 +161,12 @@ def _recurrence_kernel(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, VALUE_HEADS: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr, NORMALISE: tl.constexpr,
     SKIP: tl.constexpr, FAST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
-    """A block of values of one head's state; neighbouring programs have neighbouring blocks."""
+    """A block of values of one head's state; neighbouring programs have neighbouring blocks.
+
+    AHEAD: few programs, which may read what they hold ahead. Many have enough under way as it is.
+    """
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     REPEATS: tl.constexpr = HEADS // KEY_HEADS
     place = tl.program_id(0) // BLOCKS
@@ -170,6 +182,13 @@ def _recurrence_kernel(
     channels = gate + row * gate_row + key_head * K
     # A tile of one number has no pair.
     PAIRS: tl.constexpr = FAST and state.dtype.element_ty == tl.bfloat16 and BK * BV > 1
+    if AHEAD:
+        begin_unless_ahead(EARLY)
+        tile, inside = _tile_at(state, 0, values, K, V, BK)
+        held = tl.load(tile, mask=inside, other=0.0)
+        begin_if_ahead(EARLY)
+    else:
+        begin(EARLY)
     rate, bias_of, A_of = 0.0, 0.0, 0.0
     if GATE == 1 or GATE == 2 or GATE == 4:
         rate = tl.load(gate + row * gate_row + head)
@@ -182,9 +201,8 @@ def _recurrence_kernel(
     for first in range(0, K, BK):
         keys = first + tl.arange(0, BK)
         in_keys = keys < K
-        tile = state + keys[:, None] * V + values[None, :]
-        inside = in_keys[:, None] & in_values[None, :]
-        raw = tl.load(tile, mask=inside, other=0.0)
+        tile, inside = _tile_at(state, first, values, K, V, BK)
+        raw = held if AHEAD else tl.load(tile, mask=inside, other=0.0)
         key = tl.load(k + keys, mask=in_keys, other=0.0)
         query = tl.load(q + keys, mask=in_keys, other=0.0)
         rates = tl.load(channels + keys, mask=in_keys, other=0.0) if GATE == 3 else rate
@@ -282,6 +300,6 @@ def recurrence(
         return out
     BK, BV, warps = tile or _tile(K, V, delta=beta is not None, few=few)
     _recurrence_kernel[(batch * heads * triton.cdiv(V, BV),)](
-        *arguments, **constants, FAST=not interpreting(), BK=BK, BV=BV, num_warps=warps
+        *arguments, **constants, FAST=not interpreting(), BK=BK, BV=BV, AHEAD=few and BK >= K, num_warps=warps
     )
     return out

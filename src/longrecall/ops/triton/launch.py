@@ -22,6 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longrecall.ops.ahead import is_promised
+from longrecall.ops.triton import dependent
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -142,6 +145,7 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
         super().__init__(function, **options)
         self.places: dict[tuple[type, ...], tuple[Any, Any]] = {}
         self.remembered: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+        self.early = dependent.CONSTANT in self.arg_names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return functools.partial(self.launch, grid)
@@ -155,7 +159,8 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
         tensors, integers = places[0](args), places[1](args)
         kind = [(x.dtype, x.data_ptr() % 16) for x in tensors]
         device = torch.cuda.current_device()
-        key = (types, integers, *kind, *constants.items(), device)
+        ahead = self.early and is_promised()
+        key = (types, integers, *kind, *constants.items(), device, ahead)
         found = self.remembered.get(key)
         if found is not None:
             compiled, values = found
@@ -163,6 +168,8 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
             return
         if len(self.remembered) >= MOST_KINDS:
             self.remembered.clear()
+        if self.early:
+            constants |= dependent.options(device, ahead=ahead)
         compiled = self.run(*args, grid=grid, warmup=False, **constants)
         rest = [self.signature.parameters[name] for name in self.arg_names[len(args) :]]
         self.remembered[key] = (compiled, tuple(constants.get(one.name, one.default) for one in rest))

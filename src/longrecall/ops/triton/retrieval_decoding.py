@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longrecall.ops.triton.dependent import begin
 from longrecall.ops.triton.launch import arithmetic, block, kernel, product, product_block, softmax_step
 from longrecall.ops.triton.small_products import small_product
 
@@ -73,8 +74,9 @@ def _choose_kernel(
     table, tokens, position, weight, vectors, queries, query_row, scores, numbers,
     room, chunks, size, eps,
     U: tl.constexpr, E: tl.constexpr, SPAN: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
-    BE: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
+    BE: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    begin(EARLY)
     b = tl.program_id(0).to(tl.int64)
     at = tl.load(position + b)
     if tl.program_id(1) == 0:
@@ -176,9 +178,10 @@ def _read_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, U: tl.constexpr, C: tl.constexpr,
     TOP: tl.constexpr, SPAN: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BE: tl.constexpr, BH: tl.constexpr,
     BM: tl.constexpr, BD: tl.constexpr, BO: tl.constexpr, WEIGHTED: tl.constexpr,
-    DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     """One row and key head: the lists merged, and attention to the tokens of the TOP best chunks."""
+    begin(EARLY)
     b, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     h, d, token, m, e = (
         tl.arange(0, BH), tl.arange(0, BD), tl.arange(0, BM), tl.arange(0, BP), tl.arange(0, BE),
@@ -281,8 +284,9 @@ def _blended(mixed, read, bias, part, alpha, d, inside, read_any, BIAS: tl.const
 def _blend_kernel(
     y, y_row, found, found_share, position, length, part, part_row, bias, alpha, out, size,
     U: tl.constexpr, SHARED: tl.constexpr, BIAS: tl.constexpr, PART: tl.constexpr, GIVEN: tl.constexpr,
-    BD: tl.constexpr,
+    BD: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    begin(EARLY)
     b = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     inside = d < size
@@ -331,14 +335,16 @@ def _blend_products_kernel(
     y, y_row, y_weight, y_size, found, found_weight, found_size, position, part, part_row, bias, alpha,
     stream, count,
     U: tl.constexpr, BIAS: tl.constexpr, PART: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    begin(EARLY)
     b = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = n < count
     kind = y_weight.dtype.element_ty
-    mixed = small_product(y + b * y_row, y, 1.0, y_weight, n, count, y_size, False, BN, BD).to(kind).to(tl.float32)
+    mixed = small_product(y + b * y_row, y_weight, n, count, y_size, BD).to(kind).to(tl.float32)
     found += b * found_size
-    read = small_product(found, y, 1.0, found_weight, n, count, found_size, False, BN, BD).to(kind).to(tl.float32)
+    read = small_product(found, found_weight, n, count, found_size, BD).to(kind).to(tl.float32)
     read_any = tl.load(position + b) >= U
     result = _blended(mixed, read, bias, part + b * part_row, alpha, n, inside, read_any, BIAS, PART)
     place = stream + b * count + n
