@@ -20,23 +20,25 @@ ELSEWHERE = "choose another --out"
 def write_text(path: str | Path, text: str, advice: str = ELSEWHERE) -> None:
     """Write `text` (UTF-8) to a temporary file beside `path`, then rename it; folders on the way are made.
 
+    A link stays, and what it leads to is written. Bytes of file names that are no UTF-8 are written as "?".
     Raises `UserError`, which ends with `advice`, when the place cannot be written; nothing is left behind then.
     """
     path = Path(path)
     temporary = None
     try:
-        if path.is_dir():
-            raise IsADirectoryError(None, "it is a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = _new_beside(path)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        place = place_of(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = _new_beside(place)
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
-        os.replace(temporary, path)
+        os.replace(temporary, place)
+        temporary = None
     except OSError as error:
+        raise _cannot_write(path, error, advice) from error
+    finally:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
-        raise _cannot_write(path, error, advice) from error
 
 
 def write_json(path: str | Path, data: Mapping[str, Any], advice: str = ELSEWHERE) -> None:
@@ -48,10 +50,9 @@ def check_writable(path: str | Path, advice: str = ELSEWHERE) -> None:
     """Raise `UserError` now if `path` could not be written later; leaves no file behind."""
     path = Path(path)
     try:
-        if path.is_dir():
-            raise IsADirectoryError(None, "it is a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        place = place_of(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place.parent):
             pass
     except OSError as error:
         raise _cannot_write(path, error, advice) from error
@@ -67,6 +68,29 @@ def check_no_input(path: str | Path | None, inputs: Iterable[str | Path | None],
             continue
         if os.path.samefile(path, source):
             raise UserError(f"{path} is a file that is read here, and would be replaced; {advice}")
+
+
+def place_of(path: Path) -> Path:
+    """Return where a file that is called `path` is written; OSError for what is there already and is no file.
+
+    To rename a file over a device (/dev/null) would take the device away from everybody.
+    """
+    place = Path(os.path.realpath(path))
+    if place.is_dir():
+        raise IsADirectoryError(None, "it is a folder")
+    if place.exists() and not place.is_file():
+        raise OSError(None, "it is a device or a pipe, no file")
+    if place.is_symlink():
+        raise OSError(None, "its links lead in a circle")
+    return place
+
+
+def expand_home(path: str | Path) -> Path:
+    """Return `path` with a leading ``~`` or ``~name`` replaced; raise `UserError` when there is no such home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(f"{path} begins with the home of a user who has none here; write the whole path") from None
 
 
 def _cannot_write(path: Path, error: OSError, advice: str) -> UserError:
@@ -92,6 +116,9 @@ def _new_beside(path: Path) -> tuple[int, str]:
 
 def check_replaceable(folder: Path) -> None:
     """Raise `UserError` for a folder that nothing may replace: the working folder, home, what holds them, a mount."""
-    place, here, home = Path(os.path.realpath(folder)), Path.cwd(), Path.home()
-    if place in (here, *here.parents, home, *home.parents) or os.path.ismount(place):
+    place, here = Path(os.path.realpath(folder)), Path.cwd()
+    kept = [here, *here.parents]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        kept += [Path.home(), *Path.home().parents]
+    if place in kept or os.path.ismount(place):
         raise UserError(f"{place} is a working, home or system folder; --force does not replace it")

@@ -7,7 +7,9 @@ import re
 from longrecall.errors import UserError
 
 _FACTORS = {"": 1, "k": 1024, "m": 1024 * 1024}
-_LENGTH = re.compile(r"\s*([0-9]+)\s*([kKmM]?)\s*")
+_LONGEST = 2**53
+"""Whole numbers up to here are exact as doubles too, which JSON readers make of them."""
+_LENGTH = re.compile(r"\s*([0-9]{1,4000})\s*([kKmM]?)\s*")
 
 
 def parse_length(text: str | int) -> int:
@@ -24,6 +26,8 @@ def parse_length(text: str | int) -> int:
         value = int(match[1]) * _FACTORS[match[2].lower()]
     if value < 1:
         raise UserError(f"length {text!r} must be at least 1 token")
+    if value > _LONGEST:
+        raise UserError(f"length {text!r} is too long; it must be at most {_LONGEST:,} tokens")
     return value
 
 

@@ -22,6 +22,8 @@ HELP = "measure throughput of a checkpoint, or of the recurrences, on this machi
 EXAMPLE = (
     "longrecall bench bigger/ --length 2k --batch 1\n  longrecall bench ops --length 512 --heads 4 --dim 64 --json"
 )
+_MOST = 2**31 - 1
+"""Of any count: what torch takes for its threads, and more than any machine has room for."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if value is not None and value > _MOST:
+            raise UserError(f"--{name.replace('_', '-')} must be at most {_MOST:,}, got {value}")
     import torch
 
     from longrecall.evaluation.results import environment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from typing import Any
 
 from longrecall.errors import UserError
@@ -23,6 +24,7 @@ SHORTHANDS = (
     ("--heads", "num_heads", int, "H", "of add_retrieval: attention heads"),
 )
 """Flag, option of the method that it stands for, its type, placeholder and help."""
+_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +89,12 @@ def parse_options(pairs: list[str]) -> dict[str, Any]:
         if key.strip() in options:
             raise UserError(f"option {key.strip()} is given twice; give it once")
         try:
-            options[key.strip()] = yaml.safe_load(text)
-        except yaml.YAMLError:
+            options[key.strip()] = _number(yaml.safe_load(text))
+        except (yaml.YAMLError, ValueError, RecursionError):
             raise UserError(f'--set "{pair}": the value is not a number, a word, true or false') from None
     return options
+
+
+def _number(value: Any) -> Any:
+    """Return words such as ``1e-3``, which YAML takes for text for want of a point, as numbers; the rest as it is."""
+    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value

@@ -162,7 +162,7 @@ def continue_from(
                 raise
             raise UserError(
                 "the probabilities of a next token became NaN or infinite while sampling; "
-                "lower --temperature, use a wider --dtype, or look at the model with longrecall diagnose"
+                "use a --temperature nearer to 1, a wider --dtype, or look at the model with longrecall diagnose"
             ) from error
     return [int(token) for token in out[0, 1:]]
 
@@ -182,12 +182,14 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--top-p must be above 0 and at most 1, got {args.top_p}")
     if args.beams < 1:
         raise UserError(f"--beams must be at least 1, got {args.beams}")
-    if args.seed < 0:
-        raise UserError(f"--seed must be at least 0, got {args.seed}")
+    if not 0 <= args.seed < 2**63:
+        raise UserError(f"--seed must be a whole number from 0 to 2**63 - 1, got {args.seed}")
 
 
 def _prompt(args: argparse.Namespace) -> str:
     if args.prompt is not None:
+        if any("\ud800" <= letter <= "\udfff" for letter in args.prompt):  # how Python keeps bytes that are no text
+            raise UserError("--prompt is not UTF-8; write it in UTF-8, or give --prompt-file")
         return str(args.prompt)
     where = "standard input" if args.prompt_file == "-" else args.prompt_file
     try:

@@ -104,6 +104,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (None = this process's) and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     try:
         code = _run(words)
         sys.stdout.flush()
@@ -124,6 +125,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         advice = "the traceback is above" if "--debug" in words else "add --debug to see the traceback"
         return _complain(f"{what} (this is a bug in longrecall, please report it; {advice})", 1)
+
+
+def _open_streams() -> None:
+    """Give a process that was started without stdin, stdout or stderr (``>&-``) the empty device in their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (as long as the process)
 
 
 def _run(words: Sequence[str]) -> int:

@@ -43,8 +43,11 @@ def run_demo(out: Path, steps: int | None = None, samples: int = 1024, force: bo
         samples: answers per cell of the phone book.
 
     Raises:
-        UserError: `out` holds something else or cannot be written, or the report's packages are missing.
+        UserError: a number below 1; `out` holds something else or cannot be written; the report's packages are missing.
     """
+    for name, count in (("steps", steps), ("samples", samples)):
+        if count is not None and count < 1:  # before an earlier demo is replaced
+            raise UserError(f"--{name} must be at least 1, got {count}")
     began = time.monotonic()
     assets = Path(str(resources.files("longrecall") / "assets"))
     base, text = assets / "mamba2-base", assets / "text"

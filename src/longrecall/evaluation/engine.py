@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from longrecall import __version__
+from longrecall.errors import UserError
 from longrecall.evaluation.harness import HarnessTask
 from longrecall.evaluation.journal import Done, Journal
 from longrecall.evaluation.memory import Room, check_fits
@@ -174,7 +175,10 @@ def _jobs(
             jobs.append(HarnessJob(task, model, tokenizer, lengths, samples, seed, room))
             continue
         cells = task.cells(lengths)
-        for cell in cells:
+        for index, cell in enumerate(cells):
+            if cell in cells[:index]:
+                named = ", ".join(f"{key} {value}" for key, value in cell.items())
+                raise UserError(f"{task.name}: {named} is asked for twice; name each value once")
             check_fits(model, task.name, cell)
         if isinstance(task, BitsPerByte):
             jobs.append(PositionLoss(model, task, tokenizer, lengths, samples, seed, room))

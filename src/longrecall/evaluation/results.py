@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import sys
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +32,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read the result file {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"the result file {path} is not JSON ({error}); run eval again") from error
     if not isinstance(data, dict):
         raise UserError(f"the result file {path} holds no JSON object; run eval again")
@@ -71,7 +72,8 @@ def _entry_problem(entry: Any) -> str:
             return f'has no valid "{key}"'
     for key in ("value", "low", "high"):
         number = entry.get(key, "absent")
-        if isinstance(number, bool) or not isinstance(number, int | float | None):
+        huge = isinstance(number, int) and abs(number) > sys.float_info.max
+        if huge or isinstance(number, bool) or not isinstance(number, int | float | None):
             return f'has no valid "{key}"'
     return ""
 

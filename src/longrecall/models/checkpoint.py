@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longrecall.errors import UserError, did_you_mean
-from longrecall.files import ELSEWHERE, check_no_input, check_replaceable, make_readable
+from longrecall.files import ELSEWHERE, check_no_input, check_replaceable, expand_home, make_readable
 from longrecall.models.accounting import account
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.formats import detect
@@ -184,7 +184,7 @@ class CheckpointWriter:
     def __init__(self, out: str | Path, force: bool = False, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
         if max_shard_bytes < 1:
             raise UserError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
-        self.out = Path(os.path.realpath(Path(out).expanduser()))
+        self.out = Path(os.path.realpath(expand_home(out)))
         self.force = force
         self.max_shard_bytes = max_shard_bytes
         self.folder = self.out.with_name(f".{self.out.name}.partial-{secrets.token_hex(4)}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from longrecall.errors import UserError, did_you_mean
+from longrecall.files import expand_home
 from longrecall.models.byte_tokenizer import VOCABULARY, byte_tokenizer
 from longrecall.models.checkpoint import CheckpointWriter
 from longrecall.models.config import RecurrentConfig
@@ -23,6 +24,8 @@ TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.t
 """What a folder holds of a tokenizer."""
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_OF_CHECKPOINTS = ("architectures", "dtype", "transformers_version")
+"""What the config.json of a written checkpoint says beside the model: a description may, and it changes nothing."""
 _MOST_LAYERS = 10_000
 
 
@@ -39,14 +42,15 @@ def read_description(path: str | Path) -> RecurrentConfig:
     Raises:
         UserError: a file that is missing or no JSON, an unknown or missing key, or a value that cannot be.
     """
-    path = Path(path).expanduser()
+    path = expand_home(path)
     if not path.is_file():
         raise UserError(f"there is no file {path}; a model description is a .json file, see recipes/configs/")
     raw, where = read_json(path), str(path)
-    known = {*inspect.signature(RecurrentConfig.__init__).parameters, "model_type", *_TOKENS} - {"self", "kwargs"}
+    fields = inspect.signature(RecurrentConfig.__init__).parameters.keys() - {"self", "kwargs"}
+    known = {*fields, "model_type", *_TOKENS, *_OF_CHECKPOINTS}
     for key in raw:
         if key not in known:
-            raise UserError(f'{where}: a model description has no key "{key}".{did_you_mean(key, known)}')
+            raise UserError(f'{where}: a model description has no key "{key}".{did_you_mean(key, known)} Leave it out')
     if raw.get("model_type", native.MODEL_TYPE) != native.MODEL_TYPE:
         raise UserError(f'{where}: "model_type" is {raw["model_type"]!r}; a model description is "{native.MODEL_TYPE}"')
     return native.layout({**raw, "layers": _repeated(raw.get("layers"), where)}, where).config
@@ -109,7 +113,7 @@ def _tokenizer(config: RecurrentConfig, tokenizer: str | Path | None) -> tuple[l
         if config.vocab_size < VOCABULARY:
             raise UserError(f"the byte tokenizer has {VOCABULARY} tokens, the model only {config.vocab_size}")
         return [], True
-    folder = Path(tokenizer).expanduser()
+    folder = expand_home(tokenizer)
     files = sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()})
     if not files:
         raise UserError(f"{folder} holds no tokenizer files; give a checkpoint folder, or {BYTES}")

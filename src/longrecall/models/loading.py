@@ -90,4 +90,6 @@ def _parse_device(device: str | torch.device | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = (str(error).strip().splitlines() or ["unknown device"])[0]
         raise UserError(f'device "{device}" cannot be used: {reason}') from None
+    if place.type == "meta":
+        raise UserError('device "meta" holds no numbers; use cpu or cuda')
     return place

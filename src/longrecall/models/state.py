@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longrecall.errors import UserError
-from longrecall.files import make_readable
+from longrecall.files import make_readable, place_of
 from longrecall.layers.mixers.base import LayerState
 
 if TYPE_CHECKING:
@@ -93,16 +93,19 @@ class RecurrentState:
         # safetensors cannot hold a tensor and its view; clone what shares storage, such as expanded rows.
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         metadata = {"format": FORMAT, "fingerprint": fingerprint, "length": json.dumps(self.length)}
-        partial = path.with_name(path.name + ".partial")
+        partial = None
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            place = place_of(path)
+            partial = place.with_name(place.name + ".partial")
+            place.parent.mkdir(parents=True, exist_ok=True)
             save_file(tensors, partial, metadata=metadata)
             make_readable(partial)
-            partial.replace(path)
+            partial.replace(place)
         except (OSError, SafetensorError) as error:
             # The parent may be a file: then there is nothing to remove, and unlink says so with an error of its own.
             with contextlib.suppress(OSError):
-                partial.unlink()
+                if partial is not None:
+                    partial.unlink()
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             raise UserError(f"cannot write the state file {path}: {reason}; choose another place") from error
 

@@ -39,7 +39,7 @@ def read_surgery(path: Path) -> list[dict[str, Any]]:
         return []
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error})") from None
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise UserError(f"{path} must hold a list of surgery records")

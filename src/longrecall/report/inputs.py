@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,6 +146,10 @@ def _check_mappings(data: Mapping[str, Any], source: str) -> None:
     for key in ("recipe", "settings", "environment", "checkpoint"):
         if not isinstance(data.get(key, {}), dict):
             raise UserError(f'{source}: "{key}" is missing or not a dict; run {_VERB_OF[data["kind"]]} again')
+    records = data.get("checkpoint", {}).get("surgery") or []
+    listed = isinstance(records, list) and all(isinstance(record, dict) for record in records)
+    if not listed or not all(isinstance(record.get("layers", []), list) for record in records):
+        raise UserError(f'{source}: "surgery" is no list of records with layers; run {_VERB_OF[data["kind"]]} again')
 
 
 def _label(
@@ -171,7 +176,7 @@ def _measurements(data: Mapping[str, Any], source: str) -> tuple[Measurement, ..
     for index, entry in enumerate(data["results"]):
         for key in _PLACES.get(entry["task"], ()):
             number = entry["cell"].get(key)
-            if isinstance(number, bool) or not isinstance(number, int | float):
+            if isinstance(number, bool) or not isinstance(number, int | float) or not _is_small(number):
                 raise UserError(f'{source}: results[{index}] has no number "{key}" in its cell; run eval again')
         if entry["task"] == "babilong" and not isinstance(entry["cell"].get("task"), str):
             raise UserError(f'{source}: results[{index}] has no name "task" in its cell; run eval again')
@@ -182,6 +187,11 @@ def _measurement(entry: Mapping[str, Any]) -> Measurement:
     value, low, high = (_finite(entry.get(key)) for key in ("value", "low", "high"))
     cell = {str(key): number for key, number in entry["cell"].items()}
     return Measurement(entry["task"], cell, entry["metric"], value, low, high, entry["count"])
+
+
+def _is_small(number: float) -> bool:
+    """Whether a number is finite and fits a double, which plots are drawn with; whole numbers of JSON may not."""
+    return abs(number) <= sys.float_info.max
 
 
 def _finite(number: float | None) -> float | None:

@@ -190,6 +190,8 @@ def _edited(source: Checkpoint, operation: Operation, plans: Mapping[int, Plan])
         new = edit_layer(layer, source.config.layers[layer]["mixer"], old, operation, len(source.surgery))
         del old
         for name in sorted(new):
+            if not bool(torch.isfinite(new[name]).all()):
+                raise UserError(f"{prefix}{name} would hold NaN or Inf; use smaller numbers in the method's options")
             yield prefix + name, new.pop(name)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from longrecall.errors import UserError
+from longrecall.files import expand_home
 from longrecall.models import checkpoint
 from longrecall.models.config import RecurrentConfig
 
@@ -18,7 +19,7 @@ def check_places(src: str | Path, dst: str | Path) -> None:
     """Raise UserError when `dst` is `src`, holds it or lies in it: replacing one must not harm the other."""
     if not str(dst).strip():
         raise UserError("the name of the output folder is empty; say where the new checkpoint goes")
-    source, target = (Path(os.path.realpath(Path(place).expanduser())) for place in (src, dst))
+    source, target = (Path(os.path.realpath(expand_home(place))) for place in (src, dst))
     if source == target:
         raise UserError(f"{dst} is the source itself; surgery never changes its input, give another output folder")
     if target in source.parents:

@@ -88,7 +88,7 @@ def read_rows(path: Path) -> list[Row]:
         return []
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot resume {path}: {error}; leave out --resume to start over") from error
     if not isinstance(data, dict) or data.get("kind") != KIND or data.get("schema") != SCHEMA:
         raise UserError(f"cannot resume {path}: it is no result file of sweep; {ADVICE}")

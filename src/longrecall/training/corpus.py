@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from longrecall.errors import UserError
+from longrecall.files import expand_home
 
 DOCUMENT_END = b"\x0c"
 CHECK_AHEAD = 1 << 30
@@ -34,7 +35,7 @@ class Corpus(Protocol):
 
 def find_files(path: str, suffix: str, key: str) -> list[Path]:
     """Return the files that `path` means (a file, a folder, a glob), sorted; UserError when there is none."""
-    place = Path(path).expanduser()
+    place = expand_home(path)
     if place.is_file():
         return [place]
     if place.is_dir():

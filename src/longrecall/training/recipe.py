@@ -167,6 +167,8 @@ class RunRecipe:
             positive(self, "steps")
         if self.threads is not None:
             positive(self, "threads")
+            if self.threads >= 2**31:
+                raise UserError(f"threads ({self.threads}) must be below 2**31")
         if self.save_every < 0 or not 0 <= self.seed < 2**32:
             raise UserError(f"save_every ({self.save_every}) must be 0 or more, seed ({self.seed}) in 0..2**32-1")
 

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoTokenizer, TrainerCallback, TrainingArguments
 
 from longrecall.errors import UserError
+from longrecall.files import expand_home
 from longrecall.models.byte_tokenizer import VOCABULARY, byte_tokenizer
 from longrecall.models.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint
 from longrecall.models.compiling import compiled_layers
@@ -71,7 +72,7 @@ def run_recipe(
     with _threads(recipe.run.threads):
         source = open_checkpoint(recipe.model.checkpoint)
         tokenizer = load_tokenizer(source)
-        output = Path(recipe.run.output).expanduser()
+        output = expand_home(recipe.run.output)
         _check_apart(output, source.path)
         if dry_run:
             stream = BatchStream(recipe.data, tokenizer, recipe.run.batch_size, continued=recipe.continues)

@@ -127,6 +127,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except (RecursionError, ValueError) as error:  # brackets without end; numbers of thousands of digits, odd dates
+        raise UserError(f"{path} is not a recipe: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path} must hold a mapping of sections (model, data, optimizer, run, ...), not {data!r}")
     return data
@@ -144,7 +146,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     try:
         # A value that begins with * is a pattern of file names; YAML would look for an anchor of that name.
         value = text.strip() if text.strip().startswith("*") else yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f'--set "{override}": the value is not valid YAML') from None
     place: Any = data
     for depth, key in enumerate(keys):

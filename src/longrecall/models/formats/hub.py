@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from longrecall.errors import UserError
+from longrecall.files import expand_home
 from longrecall.models.formats.weights import SAFETENSORS_FILE, SAFETENSORS_INDEX, TORCH_FILE
 
 # Beside these nothing is fetched: no other framework's weights, no code.
@@ -37,7 +38,7 @@ def locate(path_or_hub_id: str | Path) -> Path:
     Raises:
         UserError: no such folder and no hub id, a file instead of a folder, or a hub that cannot be reached or says no.
     """
-    path = Path(path_or_hub_id).expanduser()
+    path = expand_home(path_or_hub_id)
     if path.is_dir():
         return path
     if path.exists():

@@ -48,7 +48,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {error}") from None
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError also for a number of thousands of digits
         raise UserError(f"{path} is not valid JSON ({error}); the file may be empty or damaged") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
