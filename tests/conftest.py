@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+
+from tests.interpreter import prepare_once_a_launch
 
 if not torch.cuda.is_available():
     # Triton decides when it is imported whether kernels are interpreted, and any test may import it first.
@@ -75,3 +78,11 @@ class PlainBytes:
 def one_thread() -> None:
     """Tiny tensors run fastest on one thread, and bit-exact comparisons need a fixed order of sums."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_interpreter() -> Iterator[None]:
+    """Kernels in Triton's interpreter take half the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        prepare_once_a_launch(patch)
+        yield

@@ -166,26 +166,34 @@ def test_public_names() -> None:
         _ = longrecall.nonsense  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
+def test_auto_classes_know_longrecall_in_any_order_of_imports() -> None:
+    """Each order in a process of its own that has torch and no more: one process forks them all."""
+    orders = [
         "import longrecall",
         "import transformers; import longrecall",
         "from transformers import AutoModelForCausalLM, AutoConfig; import longrecall",
         "from longrecall import RecurrentLM",
         "from longrecall.models.config import RecurrentConfig",
-    ],
-)
-def test_auto_classes_know_longrecall_in_any_order_of_imports(order: str) -> None:
-    code = f"""{order}
+    ]
+    check = """
 from transformers import AutoConfig, AutoModelForCausalLM
-mixer = {{"type": "gla", "num_heads": 1, "key_dim": 2, "value_dim": 2}}
-config = AutoConfig.for_model("longrecall", hidden_size=4, layers=[{{"mixer": mixer}}])
+mixer = {"type": "gla", "num_heads": 1, "key_dim": 2, "value_dim": 2}
+config = AutoConfig.for_model("longrecall", hidden_size=4, layers=[{"mixer": mixer}])
 model = AutoModelForCausalLM.from_config(config)
 from longrecall.models import config as home, recurrent_lm
 assert type(config) is home.RecurrentConfig and type(model) is recurrent_lm.RecurrentLM
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    fork = f"""
+import os, sys, torch
+assert not {{"transformers", "longrecall"}} & sys.modules.keys()
+for order in {orders!r}:
+    child = os.fork()
+    if not child:
+        exec(order + {check!r})
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, order
+"""
+    done = subprocess.run([sys.executable, "-c", fork], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -19,7 +19,7 @@ from longrecall.models.checkpoint import save
 from longrecall.models.compiling import check_compiler, compiled_layers
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.training.recipe import Recipe
-from tests.training.conftest import GLA
+from tests.training.conftest import GLA, MAMBA
 from tests.training.runs import Killed, equal, kill_after, train, weights
 
 MakeRecipe = Callable[..., Recipe]
@@ -59,16 +59,25 @@ def same_losses(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
     return all(x["loss"] == pytest.approx(y["loss"], rel=1e-4) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("checkpointing", ["false", "true"])
+@pytest.mark.parametrize(("mixer", "checkpointing"), [(MAMBA, "false"), (GLA, "true")], ids=["plain", "checkpointing"])
 def test_a_compiled_run_trains_the_same(
-    make_short: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: str
+    make_recipe: MakeRecipe,
+    make_model: Callable[..., RecurrentLM],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mixer: dict[str, Any],
+    checkpointing: str,
 ) -> None:
     """With state passing (a first batch without a state, the others with one) and gradient accumulation."""
     # The one of the two that traces the backward too, as the real compiler does.
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
-    option = f"run.gradient_checkpointing={checkpointing}"
-    plain = train(make_short(option, f"run.output={tmp_path / 'plain'}"))
-    assert len(plain) == 3 and same_losses(plain, train(make_short(option, "run.compile=true")))
+    save(make_model(mixer), tmp_path / "one", byte_tokenizer())
+    options = (
+        f"model.checkpoint={tmp_path / 'one'}", "run.steps=2", f"run.gradient_checkpointing={checkpointing}",
+        "data.context_length=24", "data.sources.1.pairs=[1, 1]",
+    )  # fmt: skip
+    plain = train(make_recipe(*options, f"run.output={tmp_path / 'plain'}"))
+    assert len(plain) == 2 and same_losses(plain, train(make_recipe(*options, "run.compile=true")))
     assert weights(tmp_path / "plain" / "final").keys() == weights(tmp_path / "out" / "final").keys()
 
 

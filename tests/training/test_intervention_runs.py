@@ -37,7 +37,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
 ) -> None:
     """With accumulation, checkpointing and packed documents; killed in the middle of an accumulated step."""
     overrides = [
-        f"model.checkpoint={every_mixer}", override(kind), "run.save_every=2", "run.steps=4", "data.context_length=24",
+        f"model.checkpoint={every_mixer}", override(kind), "run.save_every=2", "run.steps=3", "data.context_length=24",
         "run.gradient_checkpointing=true", "data.reset_documents=true", "data.sources.1.pairs=[1, 1]",
     ]  # fmt: skip
     expected = train(make_recipe(*overrides, f"run.output={tmp_path / 'whole'}"))
@@ -49,7 +49,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert train(recipe, resume=True) == expected
     output = Path(recipe.run.output)
     assert equal(weights(output / "final"), weights(tmp_path / "whole" / "final"))
-    assert len({row["loss"] for row in expected}) == 4
+    assert len({row["loss"] for row in expected}) == 3
 
 
 @KINDS
