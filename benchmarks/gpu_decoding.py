@@ -60,7 +60,8 @@ def kernels(rows: Rows) -> None:
 
                 size = batch * heads * keys * values * dtype.itemsize
                 states = [
-                    torch.randn(batch, heads, keys, values, device="cuda").to(dtype) for _ in range(-(-ROUND // size))
+                    torch.randn(batch, heads, keys, values, device="cuda").to(dtype)
+                    for _ in range(max(2, -(-ROUND // size)))
                 ]
                 turns = itertools.cycle(states)
                 groups = 1 if kind == "step" else heads

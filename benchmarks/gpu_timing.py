@@ -95,7 +95,8 @@ class Rows:
 def environment() -> dict[str, Any]:
     """GPU, driver and versions of everything that is measured, peers included."""
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
-    for package in ("torch", "triton", "transformers", "flash-linear-attention", "tilelang", "flash-qla", "longrecall"):
+    peers = ("liger-kernel", "flash-linear-attention", "tilelang", "flash-qla")
+    for package in ("torch", "triton", "transformers", *peers, "longrecall"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -82,7 +82,7 @@ def attention_model() -> RecurrentLM:
         # Keys and values of one layer: 2 * 2 * 8 numbers of 4 bytes a token; a sample takes 32 bytes a token.
         (4096, 4096 * 128 - 1, "length 4k takes 0.0 GiB for the keys and values of attention layers"),
         (4096, 4096 * 32 - 1, "length 4k takes 0.0 GiB for its tokens alone"),
-        (2**60, 2**40, "length 1099511627776m takes 34359738368.0 GiB for its tokens alone"),
+        (2**53, 2**40, "length 8589934592m takes 268435456.0 GiB for its tokens alone"),
     ],
 )
 def test_lengths_that_cannot_fit_are_refused_before_the_work(

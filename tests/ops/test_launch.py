@@ -124,9 +124,9 @@ def early_scaled(x, out, size, factor, BLOCK: tl.constexpr, EARLY: tl.constexpr 
     tl.store(out, tl.load(x) * factor)
 
 
-@pytest.mark.parametrize(("capability", "early"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
+@pytest.mark.parametrize(("capability", "early"), [((8, 9), False), ((9, 0), True), ((12, 0), False)])
 def test_early_launches(capability: tuple[int, int], early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From Hopper on, and another kernel where the caller has promised what may be read ahead."""
+    """On Hopper, and another kernel where the caller has promised what may be read ahead."""
     kernel, made = launch.Kernel(early_scaled), []
 
     def run(*args: Any, grid: Any, warmup: bool, **constants: Any) -> Compiled:
@@ -149,3 +149,10 @@ def test_early_launches(capability: tuple[int, int], early: bool, monkeypatch: p
     assert made == [{"BLOCK": 64, **one, **({"launch_pdl": True} if early else {})} for one in options]
     values = [values for _, values in kernel.remembered.values()]
     assert values == [(64, one.get("EARLY", 0)) for one in options]
+
+
+def test_early_launches_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dependent, "serves", lambda device: True)
+    assert dependent.options(0, ahead=False) == {"EARLY": dependent.WAITING, "launch_pdl": True}
+    monkeypatch.setenv(dependent.SWITCH, "0")
+    assert dependent.options(0, ahead=True) == {}

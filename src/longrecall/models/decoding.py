@@ -239,7 +239,8 @@ class DecodingStep:
 
     @torch.no_grad()
     def _run(self) -> Tensor:
-        # A layer's state is written by one of its own kernels, with others before the next step; weights by none.
+        # A layer's state is written by one of its own kernels, with others before the next step; weights by none. What
+        # `load` has written is safe after the first kernel of a step, an ordinary one: the embedding.
         with reading_ahead():
             return self._forward()
 

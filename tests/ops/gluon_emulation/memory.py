@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longrecall.ops.triton.dependent import AHEAD
 from tests.ops.gluon_emulation.hazards import Hazard
 from tests.ops.gluon_emulation.registers import Register, register
 
 NOBODY = -1
-
-AHEAD = 2
-"""`EARLY` of a kernel that reads its own state ahead (longrecall/ops/triton/dependent.py)."""
 
 
 @dataclass

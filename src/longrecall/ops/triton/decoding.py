@@ -96,8 +96,11 @@ def _taps(
     begin_if_ahead(EARLY)
     newest = tl.load(x + row * x_row + column, mask=inside, other=0.0)
     total = last * newest.to(tl.float32) + total
+    # No thread writes where another has yet to read, whichever numbers each of them loads and stores.
+    tl.debug_barrier()
     for tap in tl.static_range(W - 2):
         past = tl.load(history + (tap + 1) * channels, mask=inside, other=0.0)
+        tl.debug_barrier()
         tl.store(history + tap * channels, past, mask=inside)
     if W > 1:
         tl.store(history + (W - 2) * channels, newest.to(state.dtype.element_ty), mask=inside)

@@ -1,9 +1,9 @@
 """Programmatic dependent launch: kernels of a chain come onto the GPU early and wait there for the one before.
 
-A launch and its end take a microsecond or two, as long as a small kernel's work. From compute capability 9.0 on a
-kernel's programs may come while the last ones of the kernel before are still at work. `begin` then waits until that
-kernel has ended and its writes can be read, and lets the kernel after it come. In this order, who comes early finds
-one kernel at work at most, the one right before it.
+A launch and its end take a microsecond or two, as long as a small kernel's work. On Hopper a kernel's programs may come
+while the last ones of the kernel before are still at work. `begin` then waits until that kernel has ended and its
+writes can be read, and lets the kernel after it come. In this order, who comes early finds one kernel at work at most,
+the one right before it, if that is one of these or an ordinary one.
 
 A kernel takes part that has a constant `EARLY`, filled in at its launch (`launch.Kernel`): 0 = launched as always;
 WAITING = it begins before it reads anything; AHEAD = it begins after having asked for what the kernel right before
@@ -13,6 +13,7 @@ it does not write, weights and its own state. That is for whoever launches the c
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 import triton
@@ -25,20 +26,23 @@ CONSTANT = "EARLY"
 WAITING, AHEAD = 1, 2
 
 CAPABILITY = (9, 0)
-"""Compute capability from which on there are dependent launches."""
+"""Compute capability for which dependent launches were measured. Later GPUs have them too."""
+
+SWITCH = "LONGRECALL_EARLY"
+"""Environment variable: 0, set before the first launch, has every kernel wait for the end of the one before."""
 
 
 def options(device: int, *, ahead: bool) -> dict[str, int | bool]:
     """What a kernel with the constant is launched with on the CUDA device of this number."""
-    if not serves(device):
+    if os.environ.get(SWITCH) == "0" or not serves(device):
         return {}
     return {CONSTANT: AHEAD if ahead else WAITING, "launch_pdl": True}
 
 
 @functools.cache
 def serves(device: int) -> bool:
-    """Whether the CUDA device of this number has dependent launches."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= CAPABILITY
+    """Whether kernels are launched early on the CUDA device of this number."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == CAPABILITY
 
 
 @triton.jit

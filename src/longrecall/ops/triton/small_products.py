@@ -21,14 +21,14 @@ _ROWS = 8
 """Weight rows of one program at most."""
 _COLUMNS = 4096
 """Columns of them at once at most."""
-_TILE = 8192
-"""Numbers of a weight that a program holds at once: a quarter of its threads' registers."""
+_TILE = 16384
+"""Bytes of a weight that a program holds at once: an eighth of what its threads can hold in registers."""
 
 
-def _tile(size: int, most: int = _ROWS) -> tuple[int, int]:
-    """Rows of a program, and columns at once, of a weight with rows of `size`."""
-    columns = min(triton.next_power_of_2(size), _COLUMNS)
-    return min(most, _TILE // columns), columns
+def _tile(weight: Tensor, most: int = _ROWS) -> tuple[int, int]:
+    """Rows of a program, and columns at once, of a weight ``[n, size]``."""
+    columns = min(triton.next_power_of_2(weight.shape[1]), _COLUMNS)
+    return max(1, min(most, _TILE // (columns * weight.element_size()))), columns
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def norm_and_project(stream: Tensor, norm: Tensor, eps: float, weights: list[Ten
         counts = [weight.shape[0] for weight in group]
         out = torch.empty(batch, sum(counts), device=stream.device, dtype=group[0].dtype)
         filler = MOST_PARTS - len(group)
-        rows, columns = _tile(size)
+        rows, columns = _tile(group[0])
         _project_kernel[(sum(triton.cdiv(count, rows) for count in counts), batch)](
             stream, norm, *group, *[group[0]] * filler, *counts, *[0] * filler, out, size, sum(counts), eps,
             PARTS=len(group), BN=rows, BD=columns, num_warps=4,
@@ -168,7 +168,7 @@ def norm_and_gate_up(stream: Tensor, norm: Tensor, eps: float, gate: Tensor, up:
     batch, size = stream.shape
     count = gate.shape[0]
     out = torch.empty(batch, count, device=stream.device, dtype=gate.dtype)
-    rows, columns = _tile(size)
+    rows, columns = _tile(gate)
     grid = (triton.cdiv(count, rows), batch)
     _gate_up_kernel[grid](stream, norm, gate, up, out, size, count, eps, BN=rows, BD=columns, num_warps=4)
     return out
@@ -195,6 +195,6 @@ def add_product(x: Tensor, weight: Tensor, stream: Tensor) -> None:
     """stream ``[B, d]`` += weight ``[d, n]`` x ``[B, n]``, in place."""
     count, size = weight.shape
     # Fewer rows a program than above: this product has d rows only, and every multiprocessor should have some.
-    rows, columns = _tile(size, _ROWS // 2)
+    rows, columns = _tile(weight, _ROWS // 2)
     grid = (triton.cdiv(count, rows), x.shape[0])
     _add_product_kernel[grid](x, x.stride(0), weight, stream, size, count, BN=rows, BD=columns, num_warps=4)
