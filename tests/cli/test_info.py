@@ -18,7 +18,7 @@ def test_backends_are_listed_with_their_reasons(
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(triton, "_installed", lambda: True)
+    monkeypatch.setattr(triton, "_INSTALLED", True)
     assert main(["info", "--backends", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert list(rows) == list(BACKENDS)
@@ -27,7 +27,7 @@ def test_backends_are_listed_with_their_reasons(
     # Every op that has a module of kernels, once.
     assert rows["triton"]["ops"] == sorted(triton.MODULES)
     assert {"gated_delta_rule", "silu_product", "look_up", "stepped_values"} < set(rows["triton"]["ops"])
-    monkeypatch.setattr(triton, "_installed", lambda: False)
+    monkeypatch.setattr(triton, "_INSTALLED", False)
     assert main(["info", "--backends"]) == 0
     assert 'not usable: Triton is not installed; pip install "longrecall[gpu]"' in capsys.readouterr().out
 
@@ -68,7 +68,7 @@ def test_why_gluon_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_old_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(triton, "_installed", lambda: True)
+    monkeypatch.setattr(triton, "_INSTALLED", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert triton.unavailable() == "the GPU has compute capability 7.5; 8.0 or later is needed"

@@ -138,7 +138,7 @@ def test_step(gate: int, delta: bool, K: int, V: int) -> None:
         "NORMALISE": delta, "SKIP": True, "BV": width, "ROWS": decoding.ROWS, "EARLY": AHEAD,
     }  # fmt: skip
     if delta:
-        warps = max(1, K * width // decoding.SHARE)
+        warps = decoding.delta_warps(K, width)
         found = compiled("decoding_delta", "delta_step_kernel", {**constants, "WARPS": warps}, warps)
         # A tile of the state, and what its sums over keys and decays need.
         assert 2 * K * width <= found["shared"] <= 2 * K * width + 2048

@@ -121,7 +121,7 @@ def test_what_it_declines() -> None:
 @pytest.mark.parametrize("K", decoding.KEYS)
 def test_tiles_cover_a_state_and_fit(K: int, V: int) -> None:
     width = decoding.width(K, V, delta=True)
-    warps = max(1, K * width // decoding.SHARE)
+    warps = decoding.delta_warps(K, width)
     assert V % width == 0 and warps in (1, 2, 4)
     # Rows that the threads hold at once are no more than there are.
     assert decoding.ROWS * 32 // (width // 8) * warps <= K

@@ -5,7 +5,6 @@ Triton is imported when an op is first asked for, not before.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import os
@@ -46,9 +45,13 @@ OLDEST_CAPABILITY = (8, 0)
 """bfloat16 and tf32 products: Ampere and later."""
 
 
+_INSTALLED = importlib.util.find_spec("triton") is not None
+"""Looked up once, and not in a function that remembers it: torch.compile would look into that, and warn."""
+
+
 def unavailable() -> str | None:
     """Why no kernel can run on this machine, in words; None = they can. TRITON_INTERPRET=1 needs no GPU."""
-    if not _installed():
+    if not _INSTALLED:
         return 'Triton is not installed; pip install "longrecall[gpu]"'
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
@@ -66,11 +69,6 @@ def without_gluon() -> str | None:
         return reason
     why: str | None = importlib.import_module("longrecall.ops.triton.hopper").unavailable()
     return why
-
-
-@functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def declines(op: str, inputs: dict[str, Tensor | None], **options: Any) -> str | None:

@@ -38,6 +38,11 @@ def width(K: int, V: int, *, delta: bool) -> int:
     return 2 * VALUES if V % (2 * VALUES) == 0 and (not delta or K <= WIDEST) else VALUES
 
 
+def delta_warps(K: int, width: int) -> int:
+    """Warps of a program of the delta rule."""
+    return max(1, K * width // SHARE)
+
+
 def chunks(K: int, width: int) -> tuple[int, int, int]:
     """Keys of a chunk of gated linear attention, chunks on their way at most, and warps.
 
@@ -60,7 +65,7 @@ def launch(arguments: tuple[Any, ...], states: int, constants: dict[str, Any]) -
     grid = (states * triton.cdiv(V, BV),)
     sizes = {name: value for name, value in constants.items() if name != "DELTA"} | {"BV": BV, "ROWS": ROWS}
     if delta:
-        warps = max(1, K * BV // SHARE)
+        warps = delta_warps(K, BV)
         delta_step_kernel[grid](*arguments, **sizes, WARPS=warps, num_warps=warps)
         return
     chunk, ring, warps = chunks(K, BV)

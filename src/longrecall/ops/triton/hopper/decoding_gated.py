@@ -1,7 +1,7 @@
 """Gated linear attention's decoding step in Gluon: a program goes through the keys of a state, a chunk at a time.
 
-The next chunks are on their way to shared memory meanwhile, each in its turn's place of a ring. As many programs as fit
-are there at once, and rows of 256 bytes keep memory faster than narrower ones.
+The next chunks are on their way to shared memory meanwhile, each in its turn's place of a ring. Rows of 256 bytes are
+copied faster than rows of 128.
 """
 
 from __future__ import annotations
