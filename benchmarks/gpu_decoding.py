@@ -47,7 +47,7 @@ CONFIGS = Path(__file__).parent.parent / "recipes" / "configs"
 
 def kernels(rows: Rows) -> None:
     """The recurrence kernel of one layer."""
-    from longrecall.ops.triton.decoding_recurrence import Gate, recurrence
+    from longrecall.ops.decoding.triton.recurrence import Gate, recurrence
 
     rate = copy_rate()
     rows.add("copy", bytes_per_second=rate)

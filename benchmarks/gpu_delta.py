@@ -23,7 +23,7 @@ from torch import Tensor
 from longrecall.layers.mixers.delta_net import GatedDeltaNetConfig
 from longrecall.layers.norm import l2_normalise
 from longrecall.ops import gated_delta_rule
-from longrecall.ops.subheads import subhead_delta_rule
+from longrecall.ops.delta_rule.subheads import subhead_delta_rule
 
 HEADS, WIDTH, HIDDEN = 8, 128, 1024
 DEVICE = "cuda"
@@ -92,9 +92,9 @@ def recurrences(rows: Rows, size: tuple[int, int], factors: list[int]) -> None:
 
 def parts(rows: Rows, size: tuple[int, int], factors: list[int]) -> None:
     """Every kernel of ours by itself, and the convolution."""
-    from longrecall.ops.triton import delta_rule
-    from longrecall.ops.triton.convolution import convolve_heads
-    from longrecall.ops.triton.delta_plan import plan_of
+    from longrecall.ops.convolution.triton.short import convolve_heads
+    from longrecall.ops.delta_rule.triton import chunked as delta_rule
+    from longrecall.ops.delta_rule.triton.plan import plan_of
 
     for factor in factors:
         q, k, v, decay, beta = inputs(*size, factor)
@@ -119,7 +119,7 @@ def parts(rows: Rows, size: tuple[int, int], factors: list[int]) -> None:
 
 def kernels_of_backward(rows: Rows, factor: int, scale: float, tensors: tuple[Tensor, ...], v: Tensor) -> None:
     """One profiled backward, its kernels by name."""
-    from longrecall.ops.triton import delta_rule
+    from longrecall.ops.delta_rule.triton import chunked as delta_rule
 
     final = torch.zeros_like(tensors[-1])
     solved = delta_rule.forward(scale, *tensors)[2:]

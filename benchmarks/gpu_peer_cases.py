@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrecall.ops import dispatch, peers
-from longrecall.ops.subheads import subhead_delta_rule
+from longrecall.ops.delta_rule.subheads import subhead_delta_rule
 
 OPS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "gated_delta_rule": dispatch.gated_delta_rule,

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-from longrecall.ops import normalisation
+from longrecall.ops.norms import op as normalisation
 from longrecall.sweep.examples import draw_examples
 from longrecall.sweep.grid import RunSpec, runs_of
 from longrecall.sweep.recipe import SweepRecipe

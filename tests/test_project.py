@@ -51,13 +51,10 @@ NEED_EXTRAS = {
 }
 # Kernels need Triton where they are defined; backend.py, which everybody imports, does not.
 NEED_EXTRAS |= {
-    f"longrecall.ops.triton.{path.stem}"
-    for path in (SOURCE / "ops" / "triton").glob("*.py")
+    ".".join(("longrecall", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+    for folder in ("*/triton", "*/hopper", "kernels")
+    for path in (SOURCE / "ops").glob(f"{folder}/*.py")
     if path.stem not in ("__init__", "backend")
-}
-NEED_EXTRAS |= {
-    f"longrecall.ops.triton.hopper.{path.stem}".removesuffix(".__init__")
-    for path in (SOURCE / "ops" / "triton" / "hopper").glob("*.py")
 }
 
 

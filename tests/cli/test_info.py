@@ -10,7 +10,7 @@ import torch
 from longrecall.cli.info import backends_as_text, describe_backends
 from longrecall.cli.main import main
 from longrecall.ops import BACKENDS
-from longrecall.ops.triton import backend as triton
+from longrecall.ops.kernels import backend as triton
 
 
 def test_backends_are_listed_with_their_reasons(
@@ -54,7 +54,7 @@ def test_why_gluon_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert triton.without_gluon() == "there is no CUDA device"
     monkeypatch.setattr(triton, "unavailable", lambda: None)
     pytest.importorskip("triton")
-    from longrecall.ops.triton import hopper
+    from longrecall.ops.kernels import hopper
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))

@@ -16,7 +16,7 @@ from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
 from tests.conftest import MIXERS
 
-launch = pytest.importorskip("longrecall.ops.triton.launch")
+launch = pytest.importorskip("longrecall.ops.kernels.launch")
 
 WIDTH = 32
 SIZES = {"chunk": 5, "top_k": 2, "encoder_dim": 12, "num_heads": 4, "head_dim": 6, "kv_heads": 2, "alpha": 0.3}

@@ -12,7 +12,7 @@ from torch import nn
 from longrecall.layers.tokens import TokenEmbedding
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.ops import embedding
+from longrecall.ops.projections import embedding
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch._dynamo import utils
 
 pytest.importorskip("triton")
 
-from longrecall.ops.triton import launch
+from longrecall.ops.kernels import launch
 from tests.conftest import RECURRENT
 from tests.models.test_compile import model_of
 

@@ -1,7 +1,7 @@
 """Kernels that are launched while the one before is at work: what they use before they have waited for it.
 
 Triton's interpreter runs one kernel after the other, so nothing goes wrong there. Here it says what a kernel reads and
-writes, and when it waits: see longrecall/ops/triton/dependent.py. What torch writes between two kernels counts as well.
+writes, and when it waits: see longrecall/ops/kernels/early.py. What torch writes between two kernels counts as well.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from longrecall.models.config import RecurrentConfig
 from longrecall.models.decoding import DecodingStep
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.ops.ahead import is_promised
-from longrecall.ops.triton import (
-    attention_decoding,
-    decoding,
-    decoding_recurrence,
-    dependent,
-    retrieval_decoding,
-    small_products,
-)
+from longrecall.ops.decoding.triton import attention as attention_decoding
+from longrecall.ops.decoding.triton import elementwise as decoding
+from longrecall.ops.decoding.triton import products as small_products
+from longrecall.ops.decoding.triton import recurrence as decoding_recurrence
+from longrecall.ops.decoding.triton import retrieval as retrieval_decoding
+from longrecall.ops.kernels import early as dependent
 from tests.conftest import MIXERS
 
 MODULES = (attention_decoding, decoding, decoding_recurrence, retrieval_decoding, small_products)

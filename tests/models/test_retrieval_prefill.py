@@ -19,7 +19,7 @@ from longrecall.models.state import RecurrentState
 from tests.models.test_decoding import NoValues
 from tests.models.test_decoding_retrieval import CHUNK, model_of
 
-launch = pytest.importorskip("longrecall.ops.triton.launch")
+launch = pytest.importorskip("longrecall.ops.kernels.launch")
 
 LONG, SHORT = 6 * CHUNK, 2 * CHUNK
 ROOM = 4 * LONG

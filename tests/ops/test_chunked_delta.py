@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrecall.ops import chunked_delta, gated_delta_rule
+from longrecall.ops import gated_delta_rule
+from longrecall.ops.delta_rule import chunked as chunked_delta
 
 from .test_recurrences import make, outputs_and_gradients, relative_error
 

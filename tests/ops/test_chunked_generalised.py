@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from longrecall.ops import chunked_generalised, gated_delta_rule, generalised_delta_rule
-from longrecall.ops.chunked_generalised import causal_scores
+from longrecall.ops import gated_delta_rule, generalised_delta_rule
+from longrecall.ops.delta_rule import chunked_generalised
+from longrecall.ops.delta_rule.chunked_generalised import causal_scores
 
 from .test_recurrences import make, outputs_and_gradients, relative_error
 

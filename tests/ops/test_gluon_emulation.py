@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
-from longrecall.ops.triton.hopper.launch import gluon_kernel
+from longrecall.ops.kernels.gluon import gluon_kernel
 
 SIZE = gl.constexpr(64)
 TILE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
@@ -152,7 +152,7 @@ def test_what_is_not_emulated_says_so() -> None:
 @pytest.mark.parametrize("values", [1, 2, 4, 8])
 def test_sums_over_a_warp(values: int) -> None:
     lines = [f"mov.b32 a{i}, ${i + 1};" for i in range(values)]
-    asm = ".reg .pred p; " + " ".join([*lines, *load("streams").summing(values), "mov.b32 $0, a0;"])
+    asm = ".reg .pred p; " + " ".join([*lines, *load("expansion.hopper.streams").summing(values), "mov.b32 $0, a0;"])
     given = list(torch.randn(values, 3, 32, generator=torch.Generator().manual_seed(values)))
     found = run(asm, ",".join(["=f"] + ["f"] * values), given, torch.float32, 1)
     for place, x in enumerate(given):

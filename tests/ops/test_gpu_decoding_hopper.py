@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from longrecall.ops.triton import hopper
-from longrecall.ops.triton.hopper import decoding
+from longrecall.ops.decoding.hopper import recurrence as decoding
+from longrecall.ops.kernels import hopper
 from tests.ops.test_hopper_decoding import KINDS, a_step, check
 
 pytestmark = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longrecall.ops.subheads import subhead_delta_rule
+from longrecall.ops.delta_rule.subheads import subhead_delta_rule
 from tests.ops.test_triton_delta import TOLERANCE, convolution_errors, errors, layer_errors, make, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrecall.ops.triton import delta_rule, hopper
+from longrecall.ops.delta_rule.triton import chunked as delta_rule
+from longrecall.ops.kernels import hopper
 from tests.ops.test_triton_delta_keys import SCALE, Case, errors, formulas, plain
 
 pytestmark = [
@@ -31,7 +32,7 @@ TOLERANCE = 8e-3
 
 
 def gluon(case: Case, inputs: dict[str, Tensor], out: list[Tensor], programs: int = 132) -> list[Tensor]:
-    from longrecall.ops.triton.hopper.delta_keys import keys_kernel
+    from longrecall.ops.delta_rule.hopper.keys import keys_kernel
 
     keys_kernel[(programs,)](
         *inputs.values(), *out, SCALE, case.rows, case.length, case.chunks,

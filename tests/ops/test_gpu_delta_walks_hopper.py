@@ -10,8 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longrecall.ops.triton import delta_rule, hopper
-from longrecall.ops.triton.hopper import walks
+from longrecall.ops.delta_rule.hopper import walks
+from longrecall.ops.delta_rule.triton import chunked as delta_rule
+from longrecall.ops.kernels import hopper
 from tests.ops.test_hopper_walks import ENDS, SCALE, TOLERANCE, Call, Case, errors, formulas, walked
 
 pytestmark = [

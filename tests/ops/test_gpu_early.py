@@ -11,9 +11,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from longrecall.ops.ahead import reading_ahead
-from longrecall.ops.triton import dependent
-from longrecall.ops.triton.decoding_recurrence import Gate, recurrence
-from longrecall.ops.triton.small_products import add_product, norm_and_gate_up
+from longrecall.ops.decoding.triton.products import add_product, norm_and_gate_up
+from longrecall.ops.decoding.triton.recurrence import Gate, recurrence
+from longrecall.ops.kernels import early as dependent
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from longrecall.ops.triton import expansion
-from longrecall.ops.triton.hopper import expansion as hopper
+from longrecall.ops.expansion.hopper import expansion as hopper
+from longrecall.ops.expansion.triton import expansion
 from tests.ops.test_triton_expansion import EPS, Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

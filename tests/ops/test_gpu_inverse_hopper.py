@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrecall.ops.triton import delta_rule, hopper
-from longrecall.ops.triton.delta_plan import plan_of
+from longrecall.ops.delta_rule.triton import chunked as delta_rule
+from longrecall.ops.delta_rule.triton.plan import plan_of
+from longrecall.ops.kernels import hopper
 from tests.ops.test_hopper_inverse import CASES, check, draw
 
 pytestmark = [

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.ops import normalisation as ops
+from longrecall.ops.norms import op as ops
 from tests.conftest import RECURRENT
 from tests.ops.test_triton_normalisation import (
     SHAPES,

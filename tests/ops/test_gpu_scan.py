@@ -8,7 +8,7 @@ from torch import Tensor
 
 from longrecall.layers.mixers.registry import mixer_config
 from longrecall.ops import BACKENDS, selective_scan
-from longrecall.ops.triton import backend
+from longrecall.ops.kernels import backend
 from tests.ops.test_selective_scan import make
 from tests.ops.test_triton_scan import errors, run
 
@@ -49,7 +49,7 @@ def test_extreme_decays(strength: float) -> None:
 
 
 def test_two_runs_are_the_same_to_the_bit_however_rows_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
-    from longrecall.ops.triton import selective_scan as kernels
+    from longrecall.ops.scan.triton import selective_scan as kernels
 
     tensors = on_gpu(make(200, torch.float32, batch=9, sizes=(96, 16)))
     first, second = run(tensors, "triton"), run(tensors, "triton")

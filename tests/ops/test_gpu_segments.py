@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from longrecall.ops import gated_linear_attention
-from longrecall.ops.subheads import subhead_delta_rule
-from longrecall.ops.triton import launch
+from longrecall.ops.delta_rule.subheads import subhead_delta_rule
+from longrecall.ops.kernels import launch
 from tests.ops.test_triton_delta import TOLERANCE, errors, make
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -11,7 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longrecall.ops.triton import convolution, delta_rule, diagonal, launch, retrieval
+from longrecall.ops.convolution.triton import diagonal
+from longrecall.ops.convolution.triton import short as convolution
+from longrecall.ops.delta_rule.triton import chunked as delta_rule
+from longrecall.ops.kernels import launch
+from longrecall.ops.retrieval.triton import retrieval
 
 LONG = 5_000_000
 """Tokens: more than 65,535 chunks of 64."""

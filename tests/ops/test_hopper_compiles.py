@@ -16,9 +16,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from longrecall.ops.triton import hopper
-from longrecall.ops.triton.dependent import AHEAD
-from longrecall.ops.triton.hopper import decoding
+from longrecall.ops.decoding.hopper import recurrence as decoding
+from longrecall.ops.kernels import hopper
+from longrecall.ops.kernels.early import AHEAD
 
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that a program can have on Hopper."""
@@ -42,7 +42,7 @@ TYPES = {
 def compiled(module: str, name: str, constants: dict[str, Any], warps: int) -> dict[str, int]:
     """Shared memory in bytes and products of a kernel compiled for compute capability 9.0.
 
-    Addresses are aligned to 16 bytes; `module` is one of `longrecall.ops.triton.hopper`.
+    Addresses are aligned to 16 bytes; `module` is a path in `longrecall.ops`.
     """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, __file__, json.dumps([module, name, constants, warps])]
@@ -58,7 +58,7 @@ def compile_here(module: str, name: str, constants: dict[str, Any], warps: int) 
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    kernel = getattr(importlib.import_module(f"longrecall.ops.triton.hopper.{module}"), name)
+    kernel = getattr(importlib.import_module(f"longrecall.ops.{module}"), name)
     places = {argument: (place,) for place, argument in enumerate(kernel.arg_names)}
     signature = {n: "constexpr" if n in constants else TYPES.get(n, "*bf16") for n in places}
     aligned = {places[n]: [["tt.divisibility", 16]] for n, kind in signature.items() if kind.startswith("*")}
@@ -75,7 +75,7 @@ else:
 
 @pytest.mark.parametrize("heads", [HEADS, SHARED_KEYS, SINGLE], ids=str)
 def test_keys_kernel(heads: dict[str, int]) -> None:
-    found = compiled("delta_keys", "keys_kernel", heads, 8)
+    found = compiled("delta_rule.hopper.keys", "keys_kernel", heads, 8)
     assert found["shared"] <= SHARED_MEMORY
     # Products of a pair: 7 in each of two blocks and 4 more, of 4 steps of 16 each.
     assert found["products"] == 4 * (2 * 7 + 4)
@@ -83,7 +83,7 @@ def test_keys_kernel(heads: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_invert_kernel(width: int) -> None:
-    found = compiled("inverse", "invert_kernel", {"KEY_HEADS": 4, "HEADS": 8, "K": width}, 1)
+    found = compiled("delta_rule.hopper.inverse", "invert_kernel", {"KEY_HEADS": 4, "HEADS": 8, "K": width}, 1)
     # A warp of up to 168 registers leaves room for twelve programs on a multiprocessor: of memory there is that room.
     assert found["shared"] * 12 <= SHARED_MEMORY if width <= 128 else found["shared"] <= SHARED_MEMORY
 
@@ -98,11 +98,11 @@ def test_walks(heads: dict[str, int]) -> None:
         (False, {}, 8 + 2 * 4),
         (False, {"initial": None}, 8 + 2 * 4),
     ):
-        found = compiled("delta_walk", "walk_kernel", {**sizes, **absent, "READ": read}, 8)
+        found = compiled("delta_rule.hopper.walk", "walk_kernel", {**sizes, **absent, "READ": read}, 8)
         assert found["products"] == products
         assert found["shared"] <= SHARED_MEMORY
     for absent in ({}, {"d_final": None, "d_initial": None}):
-        found = compiled("delta_walk_back", "walk_back_kernel", {**sizes, **absent}, 8)
+        found = compiled("delta_rule.hopper.walk_back", "walk_back_kernel", {**sizes, **absent}, 8)
         assert found["products"] == 2 * 8 + 4 * 4
         assert found["shared"] <= SHARED_MEMORY
 
@@ -111,8 +111,8 @@ def test_walks(heads: dict[str, int]) -> None:
 @pytest.mark.parametrize("width", [64, 128])
 def test_expansion(width: int, grafted: bool) -> None:
     constants = {"HEADS": 2, "E": 4, "D": width, "GRAFTED": grafted, "NORMALISE": not grafted}
-    forward = compiled("expansion_forward", "forward_kernel", {**constants, "KEEP": not grafted}, 8)
-    backward = compiled("expansion_backward", "backward_kernel", constants, 8)
+    forward = compiled("expansion.hopper.forward", "forward_kernel", {**constants, "KEEP": not grafted}, 8)
+    backward = compiled("expansion.hopper.backward", "backward_kernel", constants, 8)
     for found in (forward, backward):
         # One tile before the loop and one in it, in steps of 16.
         assert found["products"] == 2 * width // 16
@@ -139,12 +139,12 @@ def test_step(gate: int, delta: bool, K: int, V: int) -> None:
     }  # fmt: skip
     if delta:
         warps = decoding.delta_warps(K, width)
-        found = compiled("decoding_delta", "delta_step_kernel", {**constants, "WARPS": warps}, warps)
+        found = compiled("decoding.hopper.delta", "delta_step_kernel", {**constants, "WARPS": warps}, warps)
         # A tile of the state, and what its sums over keys and decays need.
         assert 2 * K * width <= found["shared"] <= 2 * K * width + 2048
     else:
         chunk, ring, warps = decoding.chunks(K, width)
         constants |= {"CHUNK": chunk, "RING": ring, "WARPS": warps}
-        found = compiled("decoding_gated", "gated_step_kernel", constants, warps)
+        found = compiled("decoding.hopper.gated", "gated_step_kernel", constants, warps)
         # The ring, and keys, queries and decays of all keys.
         assert 2 * ring * chunk * width <= found["shared"] <= 2 * ring * chunk * width + 3 * 4 * K + 1024

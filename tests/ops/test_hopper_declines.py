@@ -10,8 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longrecall.ops.triton import delta_rule, hopper, launch
-from longrecall.ops.triton.hopper import expansion, walks
+from longrecall.ops.delta_rule.hopper import walks
+from longrecall.ops.delta_rule.triton import chunked as delta_rule
+from longrecall.ops.expansion.hopper import expansion
+from longrecall.ops.kernels import hopper, launch
 
 SHAPE = (2, 16, 3, 64)
 

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from longrecall.ops.triton.decoding_recurrence import Gate, recurrence
-from longrecall.ops.triton.dependent import AHEAD, WAITING
-from longrecall.ops.triton.hopper import decoding
+from longrecall.ops.decoding.hopper import recurrence as decoding
+from longrecall.ops.decoding.triton.recurrence import Gate, recurrence
+from longrecall.ops.kernels.early import AHEAD, WAITING
 from tests.ops.gluon_emulation import install
 from tests.ops.test_triton_step import expected_step
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrecall.ops.chunked_linear import STRONGEST_DECAY
+from longrecall.ops.linear_attention.chunked import STRONGEST_DECAY
 from tests.ops.gluon_emulation import load
 
 LEAST = STRONGEST_DECAY[torch.float32]
@@ -66,7 +66,7 @@ def test_emulated(case: tuple[int, int, int, int, int, str]) -> None:
     (B, T, key_heads, K), heads, chunks = k.shape, beta.shape[2], -(-k.shape[1] // 64)
     inverse = torch.full((B, heads, chunks, 64, 64), float("nan"), dtype=torch.bfloat16)
     cumulative = torch.full((B, heads, chunks, 64), float("nan"))
-    load("inverse").invert_kernel[(chunks * heads, B)](
+    load("delta_rule.hopper.inverse").invert_kernel[(chunks * heads, B)](
         k, log_decay, beta, inverse, cumulative, T, LEAST, KEY_HEADS=key_heads, HEADS=heads, K=K,
     )  # fmt: skip
     check((inverse, cumulative), inputs)

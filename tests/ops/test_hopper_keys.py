@@ -16,7 +16,7 @@ TOLERANCE = 8e-3
 
 
 def gluon(inputs: dict[str, Tensor], out: list[Tensor], programs: int) -> list[Tensor]:
-    load("delta_keys").keys_backward((*inputs.values(), *out), SCALE, programs)
+    load("delta_rule.hopper.keys").keys_backward((*inputs.values(), *out), SCALE, programs)
     return [*out[:2], *(x[0] for x in out[2:])]
 
 

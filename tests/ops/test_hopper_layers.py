@@ -12,8 +12,9 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from longrecall.ops.triton import expanded, hopper, launch
-from longrecall.ops.triton.hopper import expansion as on_hopper
+from longrecall.ops.delta_rule.triton import expanded
+from longrecall.ops.expansion.hopper import expansion as on_hopper
+from longrecall.ops.kernels import hopper, launch
 from tests.ops.gluon_emulation import install
 from tests.ops.test_triton_delta import TOLERANCE, errors, layer_errors, make
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from longrecall.ops.triton.delta_plan import Plan, plan_of
+from longrecall.ops.delta_rule.triton.plan import Plan, plan_of
 from tests.ops.gluon_emulation import load
 from tests.ops.test_hopper_inverse import expected
 
@@ -174,7 +174,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_they_equal_the_formulas(case: Case) -> None:
     call = case.call("cpu")
-    found = errors(walked(call, load("walks")), formulas(case, call))
+    found = errors(walked(call, load("delta_rule.hopper.walks")), formulas(case, call))
     assert all(error < TOLERANCE for error in found.values()), found
 
 
@@ -185,7 +185,7 @@ ENDS = [(True, True), (True, False), (False, True)]
 @pytest.mark.parametrize(("state", "d_final"), ENDS)
 def test_an_end_that_is_not_there_counts_as_zeros(state: bool, d_final: bool) -> None:
     calls = Case(1, 65, 2, subheads=2).call("cpu").ends(state, d_final)
-    wanted, found = (walked(call, load("walks")) for call in calls)
+    wanted, found = (walked(call, load("delta_rule.hopper.walks")) for call in calls)
     assert wanted.keys() - found.keys() == ({"d_initial"} if state else set())
     for name, x in found.items():
         assert torch.equal(x, wanted[name]), name

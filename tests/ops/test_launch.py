@@ -11,7 +11,8 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from longrecall.ops.ahead import reading_ahead  # noqa: E402
-from longrecall.ops.triton import dependent, launch  # noqa: E402
+from longrecall.ops.kernels import early as dependent  # noqa: E402
+from longrecall.ops.kernels import launch  # noqa: E402
 
 
 def scaled(x, out, size, factor, BLOCK: tl.constexpr, EXTRA: tl.constexpr = 3):  # type: ignore[no-untyped-def]

@@ -14,7 +14,7 @@ from torch import Tensor
 from longrecall.layers.norm import RMSNorm, operand_dtype
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.ops import normalisation
+from longrecall.ops.norms import op as normalisation
 from tests.conftest import RECURRENT
 
 

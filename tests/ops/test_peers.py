@@ -15,8 +15,8 @@ from longrecall.cli.main import main
 from longrecall.layers.mixers.registry import mixer_config
 from longrecall.layers.recording import fixed_shapes
 from longrecall.ops import dispatch, gated_delta_rule, peers, reference
+from longrecall.ops.delta_rule.subheads import subhead_delta_rule
 from longrecall.ops.shapes import repeat_heads
-from longrecall.ops.subheads import subhead_delta_rule
 
 ROWS, LENGTH, HEADS, WIDTH = 2, 20, 4, 64
 VERSIONS = {"fla-core": "0.6.0", "flash-qla": "0.1.3", "triton": "3.7.1", "tilelang": "0.1.15"}

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from longrecall.layers.norm import RMSNorm
 from longrecall.layers.projections import is_biased, is_plain, project, project_gated
-from longrecall.ops.biased_projections import project_with_biases
-from longrecall.ops.projections import project_together
+from longrecall.ops.projections.biased import project_with_biases
+from longrecall.ops.projections.together import project_together
 
 
 def draw(*shapes: tuple[int, ...]) -> list[Tensor]:

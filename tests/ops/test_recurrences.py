@@ -19,8 +19,8 @@ from longrecall.ops import (
     merged_linear_attention,
     products,
 )
+from longrecall.ops.kernels import backend as triton
 from longrecall.ops.packing import pack, unpack
-from longrecall.ops.triton import backend as triton
 
 # Kernels do not know float64; test_triton_linear.py and test_gpu.py are theirs.
 FAST = [name for name, backend in BACKENDS.items() if name != "reference" and not backend.kernels]

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longrecall.ops import reference_retrieval, retrieval, selected_attention
+from longrecall.ops import selected_attention
+from longrecall.ops.retrieval import op as retrieval
+from longrecall.ops.retrieval import reference as reference_retrieval
 
 B, P = 2, 5
 

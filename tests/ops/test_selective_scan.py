@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from longrecall.ops import blocked_scan, selective_scan
+from longrecall.ops import selective_scan
+from longrecall.ops.scan import blocked as blocked_scan
 
 NAMES = ("x", "step", "a", "b", "c", "skip", "initial_state")
 

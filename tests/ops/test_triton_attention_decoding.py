@@ -9,8 +9,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from longrecall.layers.rotary import apply_rotary
-from longrecall.ops.triton import launch
-from longrecall.ops.triton.attention_decoding import Cache, attend
+from longrecall.ops.decoding.triton.attention import Cache, attend
+from longrecall.ops.kernels import launch
 
 pytestmark = pytest.mark.skipif(
     not launch.interpreting(), reason="needs TRITON_INTERPRET=1; the GPU has test_gpu_attention_decoding.py"

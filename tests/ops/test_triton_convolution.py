@@ -11,9 +11,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from longrecall.ops import short_convolution
-from longrecall.ops.convolution import _kernel
+from longrecall.ops.convolution.short import _kernel
+from longrecall.ops.convolution.triton import short as convolution
+from longrecall.ops.kernels import launch
 from longrecall.ops.padding import at_the_end
-from longrecall.ops.triton import convolution, launch
 
 interpreted = pytest.mark.skipif(
     not launch.interpreting(), reason="needs TRITON_INTERPRET=1; see test_gpu_convolution.py"

@@ -14,13 +14,13 @@ from longrecall.layers import fused_delta
 from longrecall.layers.mixers.delta_net import DeltaNetConfig, GatedDeltaNetConfig
 from longrecall.layers.norm import l2_normalise
 from longrecall.ops import gated_delta_rule, short_convolution
+from longrecall.ops.delta_rule.subheads import subhead_delta_rule
 from longrecall.ops.padding import at_the_end
-from longrecall.ops.subheads import subhead_delta_rule
 
-delta_rule = pytest.importorskip("longrecall.ops.triton.delta_rule")
-delta_plan = pytest.importorskip("longrecall.ops.triton.delta_plan")
-convolution = pytest.importorskip("longrecall.ops.triton.convolution")
-launch = pytest.importorskip("longrecall.ops.triton.launch")
+delta_rule = pytest.importorskip("longrecall.ops.delta_rule.triton.chunked")
+delta_plan = pytest.importorskip("longrecall.ops.delta_rule.triton.plan")
+convolution = pytest.importorskip("longrecall.ops.convolution.triton.short")
+launch = pytest.importorskip("longrecall.ops.kernels.launch")
 
 interpreted = pytest.mark.skipif(not launch.interpreting(), reason="needs TRITON_INTERPRET=1; see test_gpu_delta.py")
 

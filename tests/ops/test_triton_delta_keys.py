@@ -13,7 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longrecall.ops.triton import delta_backward, launch
+from longrecall.ops.delta_rule.triton import backward as delta_backward
+from longrecall.ops.kernels import launch
 
 CHUNK, SCALE = 64, 0.125
 

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longrecall.layers.mixers.base import unread_states
 from longrecall.layers.mixers.delta_net import DeltaNet, GatedDeltaNetConfig
 
-delta_plan = pytest.importorskip("longrecall.ops.triton.delta_plan")
-expanded = pytest.importorskip("longrecall.ops.triton.expanded")
-launch = pytest.importorskip("longrecall.ops.triton.launch")
+delta_plan = pytest.importorskip("longrecall.ops.delta_rule.triton.plan")
+expanded = pytest.importorskip("longrecall.ops.delta_rule.triton.expanded")
+launch = pytest.importorskip("longrecall.ops.kernels.launch")
 
 pytestmark = pytest.mark.skipif(not launch.interpreting(), reason="needs TRITON_INTERPRET=1; see test_gpu_delta.py")
 

@@ -14,8 +14,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from longrecall.layers.expansion import ACTIVATIONS
-from longrecall.ops.triton import delta_plan, expanded, expansion, expansion_forward, launch
-from longrecall.ops.triton.convolution import convolve_heads
+from longrecall.ops.convolution.triton.short import convolve_heads
+from longrecall.ops.delta_rule.triton import expanded
+from longrecall.ops.delta_rule.triton import plan as delta_plan
+from longrecall.ops.expansion.triton import expansion
+from longrecall.ops.expansion.triton import forward as expansion_forward
+from longrecall.ops.kernels import launch
 from tests.ops.test_triton_delta import TOLERANCE as LAYER_TOLERANCE
 from tests.ops.test_triton_delta import layer_errors
 

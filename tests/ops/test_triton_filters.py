@@ -12,10 +12,13 @@ pytest.importorskip("triton")
 
 from longrecall.layers.mixers.base import unread_states
 from longrecall.layers.mixers.registry import mixer_config
-from longrecall.ops import long_convolution, normalisation, short_convolution
-from longrecall.ops.convolution import gated_short_convolution
-from longrecall.ops.diagonal import diagonal_taps
-from longrecall.ops.triton import depthwise, gated_convolution, launch
+from longrecall.ops import long_convolution, short_convolution
+from longrecall.ops.convolution.diagonal import diagonal_taps
+from longrecall.ops.convolution.short import gated_short_convolution
+from longrecall.ops.convolution.triton import depthwise
+from longrecall.ops.convolution.triton import gated as gated_convolution
+from longrecall.ops.kernels import launch
+from longrecall.ops.norms import op as normalisation
 
 interpreted = pytest.mark.skipif(not launch.interpreting(), reason="needs TRITON_INTERPRET=1; see test_gpu_filters.py")
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrecall.ops.gates import delta_gates
+from longrecall.ops.delta_rule.gates import delta_gates
 from tests.ops.test_triton_normalisation import check, draw, interpreted, launch
 
-gates = pytest.importorskip("longrecall.ops.triton.gates")
+gates = pytest.importorskip("longrecall.ops.delta_rule.triton.gates")
 
 
 def both(decay: Tensor, write: Tensor, log_rate: Tensor, bias: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

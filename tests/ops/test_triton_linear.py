@@ -10,13 +10,13 @@ from torch import Tensor
 
 from longrecall.layers.mixers.registry import mixer_config
 from longrecall.ops import gated_linear_attention
-from longrecall.ops.triton import backend
+from longrecall.ops.kernels import backend
 from tests.conftest import MIXERS
 from tests.ops.test_recurrences import make
 
 pytest.importorskip("triton")
-linear_attention = pytest.importorskip("longrecall.ops.triton.linear_attention")
-launch = pytest.importorskip("longrecall.ops.triton.launch")
+linear_attention = pytest.importorskip("longrecall.ops.linear_attention.triton.chunked")
+launch = pytest.importorskip("longrecall.ops.kernels.launch")
 
 pytestmark = pytest.mark.skipif(not launch.interpreting(), reason="needs TRITON_INTERPRET=1; the GPU has test_gpu.py")
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrecall.ops import normalisation as ops
+from longrecall.ops.norms import op as ops
 
 pytest.importorskip("triton")
-kernels = pytest.importorskip("longrecall.ops.triton.normalisation")
-gating = pytest.importorskip("longrecall.ops.triton.gating")
-launch = pytest.importorskip("longrecall.ops.triton.launch")
+kernels = pytest.importorskip("longrecall.ops.norms.triton.rms_norm")
+gating = pytest.importorskip("longrecall.ops.norms.triton.gated")
+launch = pytest.importorskip("longrecall.ops.kernels.launch")
 
 interpreted = pytest.mark.skipif(
     not launch.interpreting(), reason="needs TRITON_INTERPRET=1; the GPU has test_gpu_normalisation.py"

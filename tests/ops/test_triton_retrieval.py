@@ -10,14 +10,16 @@ from torch import Tensor
 
 from longrecall.layers.mixers.registry import mixer_config
 from longrecall.layers.tokens import TokenContext
-from longrecall.ops import best_chunks, reference_retrieval, retrieval, selected_attention
-from longrecall.ops.triton import backend
+from longrecall.ops import best_chunks, selected_attention
+from longrecall.ops.kernels import backend
+from longrecall.ops.retrieval import op as retrieval
+from longrecall.ops.retrieval import reference as reference_retrieval
 from tests.conftest import MIXERS
 from tests.ops.test_triton_linear import errors
 
 pytest.importorskip("triton")
-kernels = pytest.importorskip("longrecall.ops.triton.retrieval")
-launch = pytest.importorskip("longrecall.ops.triton.launch")
+kernels = pytest.importorskip("longrecall.ops.retrieval.triton.retrieval")
+launch = pytest.importorskip("longrecall.ops.kernels.launch")
 
 pytestmark = pytest.mark.skipif(
     not launch.interpreting(), reason="needs TRITON_INTERPRET=1; the GPU has test_gpu_retrieval.py"

@@ -15,8 +15,8 @@ from tests.conftest import MIXERS
 from tests.ops.test_selective_scan import NAMES, make
 
 pytest.importorskip("triton")
-kernels = pytest.importorskip("longrecall.ops.triton.selective_scan")
-launch = pytest.importorskip("longrecall.ops.triton.launch")
+kernels = pytest.importorskip("longrecall.ops.scan.triton.selective_scan")
+launch = pytest.importorskip("longrecall.ops.kernels.launch")
 
 pytestmark = pytest.mark.skipif(
     not launch.interpreting(), reason="needs TRITON_INTERPRET=1; the GPU has test_gpu_scan.py"

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longrecall.ops.subheads import subhead_delta_rule
+from longrecall.ops.delta_rule.subheads import subhead_delta_rule
 from tests.ops.test_recurrences import make as make_linear
 from tests.ops.test_triton_delta import TOLERANCE, errors, interpreted, make
 from tests.ops.test_triton_linear import check
 
-launch = pytest.importorskip("longrecall.ops.triton.launch")
-delta_split = pytest.importorskip("longrecall.ops.triton.delta_split")
-linear_attention = pytest.importorskip("longrecall.ops.triton.linear_attention")
+launch = pytest.importorskip("longrecall.ops.kernels.launch")
+delta_split = pytest.importorskip("longrecall.ops.delta_rule.triton.segments")
+linear_attention = pytest.importorskip("longrecall.ops.linear_attention.triton.chunked")
 
 
 def shape(B: int, H: int, E: int, R: int, K: int, V: int) -> dict[str, int]:

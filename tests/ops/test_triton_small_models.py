@@ -7,13 +7,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from longrecall.ops.biased_projections import column_sums
-from longrecall.ops.bonus_attention import add_bonus
-from longrecall.ops.embedding import look_up
-from longrecall.ops.head_products import pair_products, read_pairs
-from longrecall.ops.state_space import stepped_values
-from longrecall.ops.time_mixing import gated_group_norm, mix_with_previous
-from longrecall.ops.triton import embedding, head_products, token_shift
+from longrecall.ops.convolution.head_products import pair_products, read_pairs
+from longrecall.ops.convolution.triton import head_products
+from longrecall.ops.linear_attention.bonus import add_bonus
+from longrecall.ops.linear_attention.stepped_values import stepped_values
+from longrecall.ops.projections.biased import column_sums
+from longrecall.ops.projections.embedding import look_up
+from longrecall.ops.projections.triton import embedding
+from longrecall.ops.time_mixing.op import gated_group_norm, mix_with_previous
+from longrecall.ops.time_mixing.triton import token_shift
 from tests.ops.test_triton_filters import TOLERANCE, interpreted, relative
 
 

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-launch = pytest.importorskip("longrecall.ops.triton.launch")
+launch = pytest.importorskip("longrecall.ops.kernels.launch")
 
 from longrecall.layers.tokens import EMBEDDING_EPS  # noqa: E402
-from longrecall.ops.reference_retrieval import selected_attention  # noqa: E402
-from longrecall.ops.triton import decoding_recurrence, retrieval_decoding, small_products  # noqa: E402
-from longrecall.ops.triton.decoding_recurrence import Gate, recurrence  # noqa: E402
+from longrecall.ops.decoding.triton import products as small_products  # noqa: E402
+from longrecall.ops.decoding.triton import recurrence as decoding_recurrence  # noqa: E402
+from longrecall.ops.decoding.triton import retrieval as retrieval_decoding  # noqa: E402
+from longrecall.ops.decoding.triton.recurrence import Gate, recurrence  # noqa: E402
+from longrecall.ops.retrieval.reference import selected_attention  # noqa: E402
 
 DEVICE = "cpu" if launch.interpreting() else "cuda"
 pytestmark = (

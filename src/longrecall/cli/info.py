@@ -118,7 +118,7 @@ def describe_backends() -> list[dict[str, Any]]:
     Of "triton" also `without_gluon`: why its kernels for Hopper leave everything to the plain ones; None = they do not.
     """
     from longrecall.ops import BACKENDS
-    from longrecall.ops.triton.backend import without_gluon
+    from longrecall.ops.kernels.backend import without_gluon
 
     found = []
     for backend in BACKENDS.values():

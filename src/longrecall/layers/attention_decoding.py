@@ -14,7 +14,7 @@ from longrecall.layers.mixers.attention import PADDING_POSITION, Attention, Atte
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.norm import RMSNorm
 from longrecall.layers.rotary import apply_rotary
-from longrecall.ops.triton import backend as triton
+from longrecall.ops.kernels import backend as triton
 
 
 def room_of(config: AttentionConfig, room: int) -> int:
@@ -102,7 +102,7 @@ class AttentionStep:
         if not self.fused:
             stream.add(self._plain(stream.normed(norm)[:, None], buffers, position)[:, 0])
             return
-        from longrecall.ops.triton.attention_decoding import Cache, attend
+        from longrecall.ops.decoding.triton.attention import Cache, attend
 
         projections = (mixer.q_proj, mixer.k_proj, mixer.v_proj)
         parts = stream.project(norm, [proj.weight for proj in projections])

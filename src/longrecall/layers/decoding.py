@@ -73,7 +73,7 @@ class FusedStream(Stream):
         self.update: Tensor | None = None
 
     def normed(self, norm: RMSNorm) -> Tensor:
-        from longrecall.ops.triton.decoding import add_norm
+        from longrecall.ops.decoding.triton.elementwise import add_norm
 
         out = torch.empty_like(self.x, dtype=self.dtype)
         update, self.update = self.update, None
@@ -85,7 +85,7 @@ class FusedStream(Stream):
         self.update = y
 
     def add_mlp(self, norm: RMSNorm, mlp: SwiGLU) -> None:
-        from longrecall.ops.triton.decoding import silu_product
+        from longrecall.ops.decoding.triton.elementwise import silu_product
 
         x = self.normed(norm)
         self.add(mlp.down_proj(silu_product(mlp.gate_proj(x), mlp.up_proj(x))))
@@ -95,19 +95,19 @@ class FewRowsStream(FusedStream):
     """The same for a handful of rows: norms and additions happen inside the products."""
 
     def project(self, norm: RMSNorm, weights: list[Tensor]) -> list[Tensor]:
-        from longrecall.ops.triton.small_products import norm_and_project
+        from longrecall.ops.decoding.triton.products import norm_and_project
 
         self._settle()
         return norm_and_project(self.x, norm.weight, norm.eps, weights)
 
     def add_product(self, y: Tensor, weight: Tensor) -> None:
-        from longrecall.ops.triton.small_products import add_product
+        from longrecall.ops.decoding.triton.products import add_product
 
         self._settle()
         add_product(y, weight, self.x)
 
     def add_mlp(self, norm: RMSNorm, mlp: SwiGLU) -> None:
-        from longrecall.ops.triton.small_products import norm_and_gate_up
+        from longrecall.ops.decoding.triton.products import norm_and_gate_up
 
         self._settle()
         y = norm_and_gate_up(self.x, norm.weight, norm.eps, mlp.gate_proj.weight, mlp.up_proj.weight)
@@ -150,8 +150,8 @@ def _linear_attention(
     mixer: LinearAttentionMixer, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor
 ) -> None:
     """GLA, RetNet, DeltaNet and Gated DeltaNet, expanded and merged ones included."""
-    from longrecall.ops.triton.decoding import gated_norm
-    from longrecall.ops.triton.decoding_recurrence import recurrence
+    from longrecall.ops.decoding.triton.elementwise import gated_norm
+    from longrecall.ops.decoding.triton.recurrence import recurrence
 
     state = buffers["recurrent"]
     names = [name for name in ("q", "k", "v", "g", "b", "a") if getattr(mixer, f"{name}_proj", None) is not None]
@@ -200,7 +200,7 @@ def _expanded(mixer: LinearAttentionMixer, name: str, y: Tensor, x: Tensor | Non
 
 def _convolved(mixer: LinearAttentionMixer, parts: list[Tensor], buffers: Buffers) -> list[Tensor]:
     """q, k, v ``[B, channels]`` through their short convolutions."""
-    from longrecall.ops.triton.decoding import convolve
+    from longrecall.ops.decoding.triton.elementwise import convolve
 
     if mixer.q_conv is None or mixer.k_conv is None or mixer.v_conv is None:
         return parts
@@ -216,7 +216,7 @@ def _rotated(mixer: RetNet, y: Tensor, position: Tensor) -> Tensor:
 
 def _gate(mixer: LinearAttentionMixer, raw: Tensor | None, low_rank: Tensor) -> Any:
     """The decay of a mixer: `raw` is its a_proj, `low_rank` the first half of GLA's projection."""
-    from longrecall.ops.triton.decoding_recurrence import Gate
+    from longrecall.ops.decoding.triton.recurrence import Gate
 
     if isinstance(mixer, GatedDeltaNet):
         return Gate("delta", raw, mixer.dt_bias, mixer.A_log)
@@ -230,7 +230,7 @@ def _gate(mixer: LinearAttentionMixer, raw: Tensor | None, low_rank: Tensor) -> 
 
 def _sum(mixer: LinearAttentionMixer, value_heads: int, merged: bool) -> Any:
     """How the heads of the state add up to value heads."""
-    from longrecall.ops.triton.decoding import Sum
+    from longrecall.ops.decoding.triton.elementwise import Sum
 
     width, heads, subheads = mixer.value_width, mixer.key_heads, mixer.subheads
     if merged:
@@ -246,9 +246,9 @@ def _sum(mixer: LinearAttentionMixer, value_heads: int, merged: bool) -> Any:
 
 
 def _mamba2(mixer: Mamba2, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor) -> None:
-    from longrecall.ops.triton.decoding import Sum as Parts
-    from longrecall.ops.triton.decoding import convolve, gated_norm
-    from longrecall.ops.triton.decoding_recurrence import Gate, recurrence
+    from longrecall.ops.decoding.triton.elementwise import Sum as Parts
+    from longrecall.ops.decoding.triton.elementwise import convolve, gated_norm
+    from longrecall.ops.decoding.triton.recurrence import Gate, recurrence
 
     config, conv = mixer.config, mixer.conv
     (projected,) = stream.project(norm, [mixer.in_proj.weight])

@@ -15,13 +15,13 @@ from torch import Tensor
 from longrecall.layers.expansion import HeadwiseExpansion
 from longrecall.layers.mixers.base import LayerState, states_are_unread
 from longrecall.ops.dispatch import SHORTEST_TRITON
+from longrecall.ops.kernels import backend as triton
 from longrecall.ops.padding import is_at_the_end, newest
 from longrecall.ops.shapes import prepare_state
-from longrecall.ops.triton import backend as triton
 
 if TYPE_CHECKING:
     from longrecall.layers.mixers.delta_net import DeltaNet
-    from longrecall.ops.triton.expanded import Heads
+    from longrecall.ops.delta_rule.triton.expanded import Heads
 
 TAPS = 4
 """Width of the short convolutions that the kernels know."""
@@ -99,8 +99,8 @@ def read_and_write(
 
 def _heads(layer: DeltaNet, name: str, y: Tensor, state: LayerState | None, expanded: bool) -> Heads:
     """The projection y ``[B, T, C]`` of q, k or v, and what the kernels need to make heads of it."""
-    from longrecall.ops.triton.convolution import no_inputs
-    from longrecall.ops.triton.expanded import Heads
+    from longrecall.ops.convolution.triton.short import no_inputs
+    from longrecall.ops.delta_rule.triton.expanded import Heads
 
     taps: Tensor = getattr(layer, f"{name}_conv").weight
     weight: Tensor | None = getattr(layer, f"{name}_expand").weight if expanded and name != "v" else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from longrecall.layers.projections import is_plain, project
-from longrecall.ops.normalisation import gated_projection, silu_product
+from longrecall.ops.norms.op import gated_projection, silu_product
 
 
 class SwiGLU(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from longrecall.ops.normalisation import Gate, add_rms_norm, gated_rms_norm, rms_norm
+from longrecall.ops.norms.op import Gate, add_rms_norm, gated_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from longrecall.layers.norm import RMSNorm, operand_dtype
-from longrecall.ops.biased_projections import project_with_biases
-from longrecall.ops.normalisation import Gate, gated_norm_projection
-from longrecall.ops.projections import project_together
+from longrecall.ops.norms.op import Gate, gated_norm_projection
+from longrecall.ops.projections.biased import project_with_biases
+from longrecall.ops.projections.together import project_together
 
 
 def is_plain(layer: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from longrecall.errors import UserError
 from longrecall.layers import retrieval_reading
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes, state_under
 from longrecall.layers.tokens import TokenContext
-from longrecall.ops.retrieval import best_chunks, selected_attention
+from longrecall.ops.retrieval.op import best_chunks, selected_attention
 
 SELECTORS = ("weighted", "hard")
 BLENDS = ("fixed", "learned", "input")

@@ -13,7 +13,7 @@ from longrecall.layers.decoding import Buffers, FewRowsStream, FusedStream, Step
 from longrecall.layers.norm import RMSNorm
 from longrecall.layers.retrieval import Retrieval
 from longrecall.layers.tokens import EMBEDDING_EPS, TokenContext
-from longrecall.ops.triton import backend as triton
+from longrecall.ops.kernels import backend as triton
 
 WIDEST = 8192
 """Embeddings that one program of the kernels holds."""
@@ -67,7 +67,7 @@ class RetrievalStep:
 
         `base` holds what the layer's mixer gave.
         """
-        from longrecall.ops.triton import retrieval_decoding as kernels
+        from longrecall.ops.decoding.triton import retrieval as kernels
 
         mixer, own = self.mixer, self.mixer.blend
         config = mixer.config

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrecall.layers.tokens import TokenContext
-from longrecall.ops.retrieval import selected_attention
-from longrecall.ops.triton import backend as triton
+from longrecall.ops.kernels import backend as triton
+from longrecall.ops.retrieval.op import selected_attention
 
 if TYPE_CHECKING:
     from longrecall.layers.retrieval import Retrieval
@@ -46,8 +46,8 @@ def read(
 
     `kept`: all that the context's room keeps for the layer, where there is one.
     """
-    from longrecall.ops.triton.retrieval import choose_chunks
-    from longrecall.ops.triton.retrieval_decoding import blend
+    from longrecall.ops.decoding.triton.retrieval import blend
+    from longrecall.ops.retrieval.triton.retrieval import choose_chunks
 
     config, own, room = mixer.config, mixer.blend, context.room
     assert mixer.temperature is not None and context.embedded is not None

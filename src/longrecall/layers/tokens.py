@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from longrecall.layers.mixers.base import MixerConfig
 from longrecall.layers.rotary import token_positions
-from longrecall.ops.embedding import look_up
+from longrecall.ops.projections.embedding import look_up
 
 if TYPE_CHECKING:
     from longrecall.layers.retrieval_room import ReadingRoom

@@ -38,7 +38,7 @@ from longrecall.models.prefill import LENGTHS, CapturedSegments, read_prompt, wh
 from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
 from longrecall.models.state import RecurrentState
 from longrecall.ops.ahead import reading_ahead
-from longrecall.ops.triton import backend as triton
+from longrecall.ops.kernels import backend as triton
 
 LEAST_ROOM = 4096
 """Tokens of context that captured work on a growing state has room for at least; larger rooms are multiples of it."""

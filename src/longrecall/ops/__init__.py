@@ -1,8 +1,8 @@
 """The recurrences of linear-recurrent language models: tensors in, tensors out."""
 
-from longrecall.ops.bonus_attention import bonus_linear_attention
-from longrecall.ops.convolution import short_convolution
-from longrecall.ops.diagonal import diagonal_ssm
+from longrecall.ops.convolution.diagonal import diagonal_ssm
+from longrecall.ops.convolution.long import long_convolution
+from longrecall.ops.convolution.short import short_convolution
 from longrecall.ops.dispatch import (
     BACKENDS,
     gated_delta_rule,
@@ -10,9 +10,9 @@ from longrecall.ops.dispatch import (
     generalised_delta_rule,
     merged_linear_attention,
 )
-from longrecall.ops.long_convolution import long_convolution
-from longrecall.ops.retrieval import best_chunks, selected_attention
-from longrecall.ops.selective_scan import selective_scan
+from longrecall.ops.linear_attention.bonus import bonus_linear_attention
+from longrecall.ops.retrieval.op import best_chunks, selected_attention
+from longrecall.ops.scan.op import selective_scan
 
 __all__ = [
     "BACKENDS",

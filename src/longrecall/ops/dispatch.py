@@ -17,11 +17,15 @@ import torch
 from torch import Tensor
 
 from longrecall.errors import UserError, did_you_mean
-from longrecall.ops import blocked_scan, chunked_delta, chunked_generalised, chunked_linear, peers, reference
+from longrecall.ops import peers, reference
+from longrecall.ops.delta_rule import chunked as chunked_delta
+from longrecall.ops.delta_rule import chunked_generalised
+from longrecall.ops.kernels import backend as triton
+from longrecall.ops.linear_attention import chunked as chunked_linear
 from longrecall.ops.packing import check_boundaries, pack, unpack
 from longrecall.ops.products import product_dtype
+from longrecall.ops.scan import blocked as blocked_scan
 from longrecall.ops.shapes import accumulation_dtype, check_attention_inputs, prepare_state
-from longrecall.ops.triton import backend as triton
 
 # Up to this many steps the plain loop does less work than one padded chunk.
 SHORTEST_CHUNKED = 4
@@ -43,7 +47,7 @@ class Backend:
     kernels: bool = False
     """Takes inputs in the dtypes they have; the others get them in the accumulation dtype."""
     inside_layers: tuple[str, ...] = ()
-    """What it computes beside the recurrences, chosen where it is called (ops/normalisation.py)."""
+    """What it computes beside the recurrences, chosen where it is called (ops/norms/op.py)."""
     low_products: frozenset[str] = frozenset()
     """Ops whose function takes `products`, the dtype in which matrices are multiplied."""
 

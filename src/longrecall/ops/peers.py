@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longrecall.ops.chunked_linear import STRONGEST_DECAY
+from longrecall.ops.linear_attention.chunked import STRONGEST_DECAY
 from longrecall.ops.shapes import repeat_heads
 
 DTYPES = (torch.bfloat16,)
 """In float32 peers multiply in tf32, in float16 they round states to it, which overflow; our contract excludes both."""
 
 LEAST_WIDTH = 64
-"""Channels of a head. Tiles of fewer are multiplied wrongly by Triton 3.6 on Hopper (ops/triton/launch.py)."""
+"""Channels of a head. Tiles of fewer are multiplied wrongly by Triton 3.6 on Hopper (ops/kernels/launch.py)."""
 
 MARGIN = 0.9
 """A peer counts as faster where it takes at most this share of our time; `benchmarks/gpu_peers.py` applies it."""
@@ -267,7 +267,7 @@ def _kind(row: Measured) -> tuple[Any, ...]:
 
 
 def _rule(op: str) -> str:
-    """The op that computes this one once values are repeated for the subheads (ops/subheads.py does that)."""
+    """The op that computes this one once values are repeated for the subheads (delta_rule/subheads.py does)."""
     return "gated_delta_rule" if op == "subhead_delta_rule" else op
 
 

@@ -1,7 +1,7 @@
 """Kernels in Gluon run as plain Python on torch tensors: what they compute, without layouts, threads or a GPU.
 
 Triton's interpreter has no Gluon, and Gluon renames its functions from release to release. Here the source of a module
-of ops/triton/hopper is executed with stand-ins for what it imports from Gluon, programs one after the other. Copies and
+of Gluon kernels is executed with stand-ins for what it imports from Gluon, programs one after the other. Copies and
 products that run beside the program end only where it waits for them. What a GPU would do only now and then (a result
 used too early, a buffer overwritten too late, a barrier or a fence left out, a number that two programs write) raises
 `Hazard`. What is not emulated fails by its name.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import importlib
 import inspect
 import itertools
 import sys
@@ -23,7 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrecall.ops.triton.dependent import CONSTANT
+from longrecall.ops.kernels.early import CONSTANT
 from tests.ops.gluon_emulation.hazards import Hazard, Names
 from tests.ops.gluon_emulation.language import language
 from tests.ops.gluon_emulation.memory import NOBODY, Chain, Memory, Pointer
@@ -32,7 +33,7 @@ from tests.ops.gluon_emulation.shared import Traffic
 
 __all__ = ["Hazard", "execute", "install", "load"]
 
-PACKAGE = "longrecall.ops.triton.hopper"
+PACKAGE = "longrecall.ops"
 
 SOURCES = Path(__file__).parents[3] / "src" / Path(*PACKAGE.split("."))
 
@@ -44,12 +45,12 @@ OWNED = "state"
 
 
 def load(name: str) -> Any:
-    """A module of ops/triton/hopper whose kernels, launched as on a GPU, run here."""
+    """A module of ops/ by its path in it ("delta_rule.hopper.walk") whose kernels, launched as on a GPU, run here."""
     return _Machine().module(name)
 
 
 def execute(source: str, early: int = 0) -> Any:
-    """The same from its text, launched early or not (see longrecall/ops/triton/dependent.py)."""
+    """The same from its text, launched early or not (see longrecall/ops/kernels/early.py)."""
     return _Machine(early).execute(source, "<emulated>")
 
 
@@ -58,14 +59,16 @@ def install(monkeypatch: pytest.MonkeyPatch, early: int = 0) -> list[str]:
 
     Returns the names of the kernels that have run, in their order. `early` is for those that can be launched so.
     """
-    from longrecall.ops.triton import hopper
-    from longrecall.ops.triton.hopper import expansion
+    from longrecall.ops.expansion.hopper import expansion
+    from longrecall.ops.kernels import hopper
 
     machine = _Machine(early)
-    for file in SOURCES.glob("*.py"):
+    for file in SOURCES.glob("*/hopper/*.py"):
         if "triton.experimental.gluon" in file.read_text():
-            monkeypatch.setitem(sys.modules, f"{PACKAGE}.{file.stem}", machine.module(file.stem))
-            monkeypatch.setattr(hopper, file.stem, machine.module(file.stem), raising=False)
+            name = ".".join(file.relative_to(SOURCES).with_suffix("").parts)
+            package = importlib.import_module(f"{PACKAGE}.{name}".rpartition(".")[0])
+            monkeypatch.setitem(sys.modules, f"{PACKAGE}.{name}", machine.module(name))
+            monkeypatch.setattr(package, file.stem, machine.module(name), raising=False)
     for module, name in ((hopper, "declines"), (expansion, "hopper_declines")):
         monkeypatch.setattr(module, name, lambda x, *_: None if x.dtype == torch.bfloat16 else "not bfloat16")
     return machine.ran
@@ -79,12 +82,12 @@ class _Machine:
         self.chain = Chain(early)
         self.program, self.programs, self.traffic = [0, 0, 0], [1, 1, 1], Traffic()
         self.modules: dict[str, Any] = language(self.traffic, self.chain, self.program, self.programs)
-        self.modules[f"{PACKAGE}.launch"] = Names("launch", gluon_kernel=functools.partial(_Kernel, self))
+        self.modules[f"{PACKAGE}.kernels.gluon"] = Names("gluon", gluon_kernel=functools.partial(_Kernel, self))
 
     def module(self, name: str) -> Any:
         known = f"{PACKAGE}.{name}"
         if known not in self.modules:
-            file = SOURCES / f"{name}.py"
+            file = SOURCES / Path(*name.split(".")).with_suffix(".py")
             self.modules[known] = self.execute(file.read_text(), str(file))
         return self.modules[known]
 
@@ -97,7 +100,7 @@ class _Machine:
         """`import` in a kernel's module."""
         if name in self.modules:
             return self.modules[name]
-        if name.startswith(f"{PACKAGE}."):
+        if name.startswith(f"{PACKAGE}.") and ".hopper." in name:
             return self.module(name.removeprefix(f"{PACKAGE}."))
         return builtins.__import__(name, *args)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longrecall.ops.triton.dependent import AHEAD
+from longrecall.ops.kernels.early import AHEAD
 from tests.ops.gluon_emulation.hazards import Hazard
 from tests.ops.gluon_emulation.registers import Register, register
 

@@ -16,7 +16,7 @@ from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import LinearAttentionConfig, LinearAttentionMixer, mask_tokens
 from longrecall.layers.norm import l2_normalise
 from longrecall.ops import gated_delta_rule
-from longrecall.ops.gates import delta_gates
+from longrecall.ops.delta_rule.gates import delta_gates
 
 
 @dataclass(frozen=True)

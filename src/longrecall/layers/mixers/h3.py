@@ -14,7 +14,7 @@ from longrecall.layers.convolution import ShortConvolution
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes, states_are_unread
 from longrecall.layers.projections import project_biased
 from longrecall.ops import diagonal_ssm
-from longrecall.ops.head_products import pair_products, read_pairs
+from longrecall.ops.convolution.head_products import pair_products, read_pairs
 
 SMALLEST_STEP, LARGEST_STEP = 1e-3, 1e-1
 

@@ -13,7 +13,7 @@ from longrecall.layers.implicit_filter import ImplicitFilter
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
 from longrecall.layers.projections import project_biased
 from longrecall.ops import long_convolution
-from longrecall.ops.convolution import gated_short_convolution
+from longrecall.ops.convolution.short import gated_short_convolution
 
 
 @dataclass(frozen=True)

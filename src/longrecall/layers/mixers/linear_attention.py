@@ -18,7 +18,7 @@ from longrecall.layers.expansion import ExpansionConfig
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
 from longrecall.layers.norm import RMSNorm, operand_dtype
 from longrecall.layers.projections import project, project_gated
-from longrecall.ops.subheads import share_values, sum_subheads
+from longrecall.ops.delta_rule.subheads import share_values, sum_subheads
 
 
 @dataclass(frozen=True)

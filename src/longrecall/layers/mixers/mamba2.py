@@ -17,7 +17,7 @@ from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.layers.norm import RMSNorm, operand_dtype
 from longrecall.layers.projections import project_gated
 from longrecall.ops import gated_linear_attention
-from longrecall.ops.state_space import stepped_values
+from longrecall.ops.linear_attention.stepped_values import stepped_values
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from longrecall.errors import UserError
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
 from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.ops import bonus_linear_attention
-from longrecall.ops.time_mixing import gated_group_norm, mix_with_previous
+from longrecall.ops.time_mixing.op import gated_group_norm, mix_with_previous
 
 
 @dataclass(frozen=True)

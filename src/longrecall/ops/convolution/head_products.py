@@ -1,0 +1,38 @@
+"""Products of all pairs of channels of a head, and reading such pairs: what H3 does before and after its recurrence.
+
+Heads are small (2 channels or so), which makes broadcasting and sums over so few numbers slow in plain torch; on a GPU
+kernels do both in one pass over memory (triton/head_products.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longrecall.ops.kernels import backend as triton
+from longrecall.ops.norms.op import _kernel
+
+
+def pair_products(k: Tensor, v: Tensor, *, backend: str | None = None) -> Tensor:
+    """k, v ``[..., H, P]`` -> ``[..., H, P * P]``: k_i v_j at place i * P + j.
+
+    Args:
+        k, v: of one shape and dtype.
+        backend: "triton" or "reference"; None chooses.
+
+    Raises:
+        ValueError: the kernel was asked for by name and cannot serve the call.
+    """
+    if _kernel("head_products", backend, {"k": k, "v": v}):
+        pairs: Tensor = triton.pair_products(k, v)
+        return pairs
+    return (k[..., :, None] * v[..., None, :]).flatten(-2)
+
+
+def read_pairs(q: Tensor, y: Tensor, *, backend: str | None = None) -> Tensor:
+    """q ``[..., H, P]``, y ``[..., H, P * P]`` -> ``[..., H, P]``: sum over i of q_i y_ij; `backend` as above."""
+    if _kernel("head_products", backend, {"k": q, "v": y}):
+        out: Tensor = triton.read_pairs(q, y)
+        return out
+    pairs = y.unflatten(-1, (q.shape[-1], q.shape[-1]))
+    return torch.sum(q[..., None] * pairs, -2)

@@ -1,0 +1,1 @@
+"""One token of every sequence: the kernels of a decoding step."""

@@ -1,0 +1,72 @@
+"""One decoding step on Hopper: which states of bfloat16 the recurrences in Gluon serve, and in which tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from longrecall.ops.kernels import hopper
+
+KEYS = (64, 128, 256, 512)
+"""Keys of a state that the kernels are built for."""
+
+VALUES = 64
+"""Values of a state come in multiples of these: rows of a tile fill lines of 128 bytes."""
+
+ROWS = 8
+"""Neighbouring keys that a thread holds."""
+
+SHARE = 8192
+"""Numbers of the delta rule's tile for each warp. With fewer a step of 64 MiB is slower by up to a tenth."""
+
+WIDEST = 256
+"""Keys up to which the delta rule's tile may have 2 * VALUES values."""
+
+
+def declines(state: Tensor) -> str | None:
+    """Why the kernels cannot serve a state ``[B, H, K, V]``, in words; None = they can."""
+    K, V = state.shape[2:]
+    if K not in KEYS or V % VALUES:
+        return f"states must have {', '.join(map(str, KEYS))} keys and a multiple of {VALUES} values, not {K} x {V}"
+    return hopper.declines(state)
+
+
+def width(K: int, V: int, *, delta: bool) -> int:
+    """Values of a program, which has all keys."""
+    return 2 * VALUES if V % (2 * VALUES) == 0 and (not delta or K <= WIDEST) else VALUES
+
+
+def delta_warps(K: int, width: int) -> int:
+    """Warps of a program of the delta rule."""
+    return max(1, K * width // SHARE)
+
+
+def chunks(K: int, width: int) -> tuple[int, int, int]:
+    """Keys of a chunk of gated linear attention, chunks on their way at most, and warps.
+
+    Measured on an H200 (benchmarks/gpu_decoding.py).
+    """
+    if width > VALUES:
+        chunk, ring, warps = 64, 3, 4
+    else:
+        chunk, ring, warps = 32, 3 if K <= 128 else 8, 1
+    return chunk, min(ring, K // chunk), warps
+
+
+def launch(arguments: tuple[Any, ...], states: int, constants: dict[str, Any]) -> None:
+    """Launch a kernel with the `arguments` and `constants` of the plain one for so many states."""
+    from longrecall.ops.decoding.hopper.delta import delta_step_kernel
+    from longrecall.ops.decoding.hopper.gated import gated_step_kernel
+
+    K, V, delta = constants["K"], constants["V"], constants["DELTA"]
+    BV = width(K, V, delta=delta)
+    grid = (states * triton.cdiv(V, BV),)
+    sizes = {name: value for name, value in constants.items() if name != "DELTA"} | {"BV": BV, "ROWS": ROWS}
+    if delta:
+        warps = delta_warps(K, BV)
+        delta_step_kernel[grid](*arguments, **sizes, WARPS=warps, num_warps=warps)
+        return
+    chunk, ring, warps = chunks(K, BV)
+    gated_step_kernel[grid](*arguments, **sizes, CHUNK=chunk, RING=ring, WARPS=warps, num_warps=warps)

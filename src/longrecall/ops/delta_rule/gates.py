@@ -1,0 +1,39 @@
+"""Decay and write strength of Gated DeltaNet, made of two small projections of a token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrecall.ops.kernels import backend as triton
+from longrecall.ops.norms.op import _kernel
+
+
+def delta_gates(
+    decay: Tensor, write: Tensor, log_rate: Tensor, bias: Tensor, factor: float, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    r"""Log decay :math:`-e^{A} \mathrm{softplus}(a + d)` and beta :math:`f \, \sigma(b)` of Gated DeltaNet.
+
+    Source: Yang, Kautz and Hatamizadeh 2025, "Gated Delta Networks", section 3.4, with the decay of Mamba-2.
+
+    Args:
+        decay: a, ``[..., H]``, any float dtype; float64 is computed in float64.
+        write: b, the same shape and dtype.
+        log_rate: A, ``[H]``.
+        bias: d, ``[H]``.
+        factor: f, the largest beta: 1, or 2 where eigenvalues may be negative.
+        backend: "triton" or "reference"; None chooses.
+
+    Returns:
+        Both ``[..., H]``, in at least float32.
+
+    Raises:
+        ValueError: the kernel was asked for by name and cannot serve the call.
+    """
+    if _kernel("delta_gates", backend, {"decay": decay, "write": write}):
+        both: tuple[Tensor, Tensor] = triton.delta_gates(decay, write, log_rate, bias, factor)
+        return both
+    wide = torch.float64 if decay.dtype == torch.float64 else torch.float32
+    step = F.softplus(decay.to(wide) + bias.to(wide))
+    return -log_rate.to(wide).exp() * step, write.to(wide).sigmoid() * factor

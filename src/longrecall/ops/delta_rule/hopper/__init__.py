@@ -1,0 +1,1 @@
+"""Kernels in Gluon for Hopper GPUs, imported when one is first used."""

@@ -1,0 +1,1 @@
+"""Head-wise expansion of queries and keys, with short convolution, SiLU and norm."""

@@ -1,0 +1,43 @@
+"""Sums of what subheads, or groups of rows, write apart from each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longrecall.ops.kernels.launch import interpreting, kernel
+
+BLOCK = 1024
+"""Numbers of a sum that a program makes."""
+
+
+@kernel
+def part_sums_kernel(parts, sums, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """`parts` ``[PARTS, size]`` added up in float32, in their order, to `sums` ``[size]``."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.range(0, PARTS, loop_unroll_factor=8):
+        total += tl.load(parts + tl.cast(part, tl.int64) * size + i, mask=i < size, other=0.0).to(tl.float32)
+    tl.store(sums + i, total.to(sums.dtype.element_ty), mask=i < size)
+
+
+def part_sums(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """parts ``[P, ...]``, contiguous, large -> their sum ``[...]`` in `dtype`, each number rounded once."""
+    if len(parts) == 1:
+        return parts[0].to(dtype)
+    # Triton's interpreter cuts a float32 off where a GPU rounds it to bfloat16: there torch rounds.
+    sums = torch.empty(parts.shape[1:], dtype=torch.float32 if interpreting() else dtype, device=parts.device)
+    part_sums_kernel[(triton.cdiv(sums.numel(), BLOCK),)](
+        parts, sums, sums.numel(), PARTS=len(parts), BLOCK=BLOCK, num_warps=4
+    )
+    return sums.to(dtype)
+
+
+def added(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """What groups of rows found for a small input that all rows share, added up; None where none was looked for."""
+    found = [part for part in parts if part is not None]
+    return sum(found[1:], start=found[0]) if found else None

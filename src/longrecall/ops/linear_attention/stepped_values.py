@@ -1,0 +1,40 @@
+"""What Mamba-2 does to its values around the recurrence: times the time step before, times D and added after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from longrecall.ops.kernels import backend as triton
+from longrecall.ops.norms.op import _kernel
+
+Recurrence = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Values ``[B, T, H, P]`` -> outputs ``[B, T, H, P]`` of their dtype, and the final state."""
+
+
+def stepped_values(
+    values: Tensor, step: Tensor, skip: Tensor, attend: Recurrence, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    r""":math:`y = \mathrm{attend}(\Delta x) + D x` (Dao and Gu 2024, section 7; Gu and Dao 2023, algorithm 2).
+
+    Args:
+        values: x ``[B, T, H, P]``, any float dtype.
+        step: the time steps :math:`\Delta` ``[B, T, H]``, float32 (float64 for float64 values).
+        skip: D ``[H]``, in the dtype of `step`.
+        attend: the recurrence, called once with ``[B, T, H, P]`` in the dtype of `step`.
+        backend: "triton" or "reference"; None chooses. On a GPU kernels make one pass before the recurrence, one after
+            it, and one for all gradients.
+
+    Returns:
+        y ``[B, T, H, P]`` in the dtype of `step`, and the final state as `attend` returned it.
+
+    Raises:
+        ValueError: the kernel was asked for by name and cannot serve the call.
+    """
+    if _kernel("stepped_values", backend, {"values": values, "step": step, "skip": skip}):
+        found: tuple[Tensor, Tensor] = triton.stepped_values(values, step, skip, attend)
+        return found
+    y, final = attend(values * step[..., None])
+    return torch.addcmul(y, values, skip[:, None]), final

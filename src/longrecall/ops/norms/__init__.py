@@ -1,0 +1,1 @@
+"""Norms, gated norms and gated products between a layer's large products."""

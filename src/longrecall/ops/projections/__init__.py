@@ -1,0 +1,1 @@
+"""Products with weights, biases and tables, and how their gradients add up."""

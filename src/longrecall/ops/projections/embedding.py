@@ -1,0 +1,30 @@
+"""Looking up rows of a table, with a gradient that a token which fills most of a batch does not hold up."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrecall.ops.kernels import backend as triton
+from longrecall.ops.norms.op import _kernel
+
+
+def look_up(ids: Tensor, table: Tensor, *, backend: str | None = None) -> Tensor:
+    """Rows of `table`: int64 ``[...]`` and ``[V, d]`` -> ``[..., d]``.
+
+    The kernel's gradient sorts the ids and adds up rows of one id in a fixed order, so that two runs agree to the bit.
+
+    Args:
+        ids: from 0 to V - 1.
+        table: any float dtype.
+        backend: "triton" or "reference"; None chooses.
+
+    Raises:
+        ValueError: the kernel was asked for by name and cannot serve the call.
+    """
+    wanted = torch.is_grad_enabled() and table.requires_grad
+    if (wanted or backend is not None) and _kernel("look_up", backend, {"table": table}, ids=ids):
+        rows: Tensor = triton.look_up(ids, table)
+        return rows
+    return F.embedding(ids, table)

@@ -1,0 +1,1 @@
+"""The choice of chunks, and attention to their tokens."""

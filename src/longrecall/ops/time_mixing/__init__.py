@@ -1,0 +1,1 @@
+"""What RWKV does before and after its recurrence."""
