@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from longrecall.models.decoding import captured_segments, captured_step
+from longrecall.inference.reading import captured_segments, captured_step, read_prompt
 from longrecall.models.description import read_description
-from longrecall.models.prefill import read_prompt
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.ops.ahead import reading_ahead
 

@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 
+from longrecall.inference.eligibility import why_no_graph
+from longrecall.inference.reading import read_captured
+from longrecall.inference.segments import EAGER_FIRST, SEGMENT
 from longrecall.models.config import RecurrentConfig
-from longrecall.models.decoding import read_captured, why_no_graph
 from longrecall.models.description import read_description
-from longrecall.models.prefill import EAGER_FIRST, SEGMENT
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 

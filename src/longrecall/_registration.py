@@ -14,12 +14,14 @@ from wrapt import register_post_import_hook
 
 _CONFIG, _AUTO_CONFIG = "longrecall.models.config", "transformers.models.auto.configuration_auto"
 _MODEL, _AUTO_MODEL = "longrecall.models.recurrent_lm", "transformers.models.auto.modeling_auto"
+_GENERATION = "longrecall.inference.generation"
 
 
 def register_auto_classes() -> None:
     """Arrange for AutoConfig and AutoModelForCausalLM to know our classes; imports neither transformers nor torch."""
     register_post_import_hook(_register_config, _CONFIG)
     register_post_import_hook(_register_model, _MODEL)
+    register_post_import_hook(_import_generation, _MODEL)
     register_post_import_hook(_import_config, _AUTO_CONFIG)
     register_post_import_hook(_import_model, _AUTO_MODEL)
 
@@ -30,6 +32,11 @@ def _import_config(_: ModuleType) -> None:
 
 def _import_model(_: ModuleType) -> None:
     importlib.import_module(_MODEL)
+
+
+def _import_generation(_: ModuleType) -> None:
+    """generate() of our models takes captured steps, which stand above the model: they put themselves in there."""
+    importlib.import_module(_GENERATION)
 
 
 def _register_config(module: ModuleType) -> None:

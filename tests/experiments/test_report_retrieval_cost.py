@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from longrecall.inference import reading
 from longrecall.layers.mixers.attention import AttentionConfig
-from longrecall.models import decoding
 from longrecall.models.description import read_description
 from tests.experiments.retrieval_page import page_prose
 
@@ -56,7 +56,7 @@ def test_the_memory_of_attention(script: ModuleType) -> None:
     mixers = [layer.mixer for layer in config.layer_configs()]
     # Keys and values in bfloat16.
     token = sum(4 * mixer.kv_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, AttentionConfig))
-    *rooms, last = (decoding._room_for(tokens + 130) * token / 2**30 for tokens in script.TIMED)
+    *rooms, last = (reading.rounded_room(tokens + 130) * token / 2**30 for tokens in script.TIMED)
     cache = script.TIMED[-1] * token / 2**30
     first, *_, final = (script.timings()[f"{script.TRANSFORMER}: continuing after {n}"] for n in script.TIMED)
     rate = (script.TIMED[-1] - script.TIMED[0]) * token / (final["ms_per_token"] - first["ms_per_token"]) / 1e9

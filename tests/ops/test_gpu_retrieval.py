@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from longrecall.inference.reading import captured_step
 from longrecall.models.config import RecurrentConfig
-from longrecall.models.decoding import captured_step
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.ops import best_chunks, selected_attention
 from tests.conftest import MIXERS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrecall.layers.retrieval import Retrieval
+from longrecall.layers.retrieval.module import Retrieval
 from longrecall.layers.tokens import TokenContext
 from longrecall.models.recurrent_lm import RecurrentLM
 

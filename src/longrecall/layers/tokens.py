@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,6 @@ from torch.nn import functional as F
 from longrecall.layers.mixers.base import MixerConfig
 from longrecall.layers.rotary import token_positions
 from longrecall.ops.projections.embedding import look_up
-
-if TYPE_CHECKING:
-    from longrecall.layers.retrieval_room import ReadingRoom
 
 NO_TOKEN = -1
 """Fills a row that has fewer tokens than another one."""
@@ -37,6 +34,30 @@ class TokenEmbedding(nn.Embedding):
         return look_up(ids, self.weight)
 
 
+class KeptTokens(NamedTuple):
+    """What a layer keeps of a prompt that is read in segments; what lies past the tokens read so far is unspecified.
+
+    `vectors` ``[B, N, E]`` of its chunks, `keys` and `values` ``[B, N * U, G, P]`` of its tokens.
+    """
+
+    vectors: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class SegmentMemory(Protocol):
+    """Where layers keep what they need of the segments before (`layers/retrieval/prompt_memory.py`).
+
+    `capacity`: tokens that fit; `positions` ``[B, T]``: those of the tokens of the segment that is being read.
+    """
+
+    capacity: int
+    positions: Tensor
+
+    def keep(self, layer: Any, embedded: Tensor) -> KeptTokens:
+        """All that the layer keeps, with the embeddings ``[B, T, d]`` of this segment added."""
+
+
 @dataclass(frozen=True)
 class TokenContext:
     """What a layer may look up while it reads a segment: every token of its row so far, the segment's own included.
@@ -47,7 +68,7 @@ class TokenContext:
         earlier: the columns that those took: a token in column i of the segment has position `earlier` + i at most.
         lookup: token ids of any shape -> their embeddings ``[..., d]``.
         embedded: ``[B, S, d]``, what `embed` gives for `ids`, when this segment is the first: nothing was read before.
-        room: where what was read before is kept instead, in segments of fixed shapes; `ids` and `embedded` are then
+        memory: where what was read before is kept instead, in segments of fixed shapes; `ids` and `embedded` are then
             those of the segment alone, of which the last may be padding in all rows.
     """
 
@@ -56,7 +77,7 @@ class TokenContext:
     earlier: int
     lookup: Callable[[Tensor], Tensor]
     embedded: Tensor | None
-    room: ReadingRoom | None = None
+    memory: SegmentMemory | None = None
 
     @classmethod
     def read(

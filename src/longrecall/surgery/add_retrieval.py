@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from longrecall.errors import UserError
 from longrecall.layers.mixers.registry import mixer_config
-from longrecall.layers.retrieval import BLENDS, SELECTORS, START_TEMPERATURE, RetrievalConfig
+from longrecall.layers.retrieval.config import RetrievalConfig
+from longrecall.layers.retrieval.weights import BLENDS, SELECTORS, START_TEMPERATURE
 from longrecall.surgery.fresh import uniform, usual_bound
 from longrecall.surgery.registry import ANY_MIXER, Method, MixerDescription, Option, Plan, Tensors, register
 

@@ -1,4 +1,8 @@
-"""Softmax attention with rotary embeddings and an optional sliding window: Transformer++ and its windowed variant."""
+"""Softmax attention with rotary embeddings and an optional sliding window: Transformer++ and its windowed variant.
+
+Its decoding step writes into a cache that has columns to spare. A cache that grows has another shape for every token;
+here the positions say which columns hold one, -1 stands for none. With a window the columns are used round and round.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,11 @@ from torch.nn import functional as F
 
 from longrecall.errors import UserError
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.norm import RMSNorm
 from longrecall.layers.rotary import apply_rotary, token_positions
+from longrecall.layers.stepping.step import Buffers, MixerStep, Progress, Step, StepSettings
+from longrecall.layers.stepping.stream import Stream
+from longrecall.ops.kernels import backend as triton
 
 QUERY_BLOCK = 1024
 PADDING_POSITION = -1
@@ -58,6 +66,17 @@ class AttentionConfig(MixerConfig):
 
     def build(self, hidden_size: int) -> Attention:
         return Attention(self, hidden_size)
+
+    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
+        return AttentionStep(self, mixer, settings)
+
+    def why_no_room(self) -> str | None:
+        return None
+
+    def columns_for(self, room: int) -> int:
+        """Columns of the cache of a step with room for so many tokens."""
+        # Twice a window: the columns that a state brings, at most one less than it, and as many again.
+        return room if self.window is None else min(room, 2 * self.window)
 
 
 class Attention(nn.Module):
@@ -162,3 +181,124 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _prepend(meta: Tensor, cached: Tensor) -> Tensor:
     """Meta keys or values ``[1, M, Hkv, P]`` before the cached ones ``[B, S, Hkv, P]`` of every row."""
     return torch.cat([meta.to(cached.dtype).expand(cached.shape[0], -1, -1, -1), cached], dim=1)
+
+
+class AttentionStep(MixerStep):
+    """The step of an attention layer. Its buffers are those of its state, with columns for the tokens to come.
+
+    `load` or `clear` before the first token: they say where the next column is.
+    """
+
+    mixer: Attention
+
+    def __init__(self, config: AttentionConfig, mixer: nn.Module, settings: StepSettings) -> None:
+        super().__init__(config, mixer, settings)
+        mixer, config = self.mixer, self.mixer.config
+        device = mixer.q_proj.weight.device
+        self.offset = torch.zeros(1, dtype=torch.long, device=device)
+        self.columns = 0
+        half = config.head_dim // 2
+        self.frequency = config.rope_theta ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
+        self.fused = settings.fused and _why_no_kernels(mixer) is None
+        self.meta: tuple[Tensor, Tensor] | None = None
+        if self.fused and mixer.meta_key is not None and mixer.meta_value is not None:
+            self.meta = (torch.zeros_like(mixer.meta_key), torch.zeros_like(mixer.meta_value))
+        self._turn_meta()
+
+    @torch.no_grad()
+    def _turn_meta(self) -> None:
+        mixer, config = self.mixer, self.mixer.config
+        if self.meta is not None and mixer.meta_key is not None and mixer.meta_value is not None:
+            places = torch.arange(-config.meta_tokens, 0, device=mixer.meta_key.device)[None]
+            self.meta[0].copy_(apply_rotary(mixer.meta_key[None], places, config.rope_theta)[0])
+            self.meta[1].copy_(mixer.meta_value)
+
+    def allocate(self) -> dict[str, Tensor]:
+        columns = self.mixer.config.columns_for(self.settings.room)
+        state = super().allocate()
+        return {name: x.new_zeros((len(x), columns, *x.shape[2:])) for name, x in state.items()}
+
+    def clear(self, buffers: Buffers) -> None:
+        super().clear(buffers)
+        buffers["position"].fill_(PADDING_POSITION)
+        self.offset.zero_()
+        self.columns = 0
+
+    @torch.no_grad()
+    def load(self, buffers: Buffers, state: LayerState, position: Tensor) -> int:
+        """Copy a cache after `position` ``[B]`` tokens into the buffers; return the columns it takes of the room.
+
+        Raises:
+            ValueError: it has more columns than there is room for.
+        """
+        self._turn_meta()
+        window = self.mixer.config.window
+        if window is not None and state["position"].shape[1] >= window:
+            state = _newest(state, window - 1)
+        columns, room = state["position"].shape[1], buffers["position"].shape[1]
+        if columns > room:
+            raise ValueError(f"the state's cache has {columns} columns, the step room for {room}")
+        buffers["position"].fill_(PADDING_POSITION)
+        for name, tensor in state.items():
+            buffers[name][:, :columns].copy_(tensor)
+        self.columns = columns
+        self.offset.copy_(columns - position[:1])
+        return 0 if self.goes_round(buffers) else columns
+
+    def goes_round(self, buffers: Buffers) -> bool:
+        """Whether a column is out of every row's window when it is used again: the buffers never fill up."""
+        window = self.mixer.config.window
+        return window is not None and buffers["position"].shape[1] >= 2 * window
+
+    def export(self, buffers: Buffers, progress: Progress) -> LayerState:
+        """The cache now, the oldest column first, as views or copies of the buffers."""
+        columns, room = self.columns + progress.read, buffers["position"].shape[1]
+        if columns <= room:
+            cache = {name: tensor[:, :columns] for name, tensor in buffers.items()}
+        else:
+            cache = {name: tensor.roll(-(columns % room), 1) for name, tensor in buffers.items()}
+        return self.mixer.trimmed(cache, progress.position[:, None] - 1)
+
+    def __call__(self, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor) -> None:
+        mixer = self.mixer
+        if not self.fused:
+            stream.add(self._plain(stream.normed(norm)[:, None], buffers, position)[:, 0])
+            return
+        from longrecall.ops.decoding.triton.attention import Cache, attend
+
+        projections = (mixer.q_proj, mixer.k_proj, mixer.v_proj)
+        parts = stream.project(norm, [proj.weight for proj in projections])
+        parts = [x if proj.bias is None else x + proj.bias for x, proj in zip(parts, projections, strict=True)]
+        cache = Cache(buffers["key"], buffers["value"], buffers["position"], self.offset)
+        q, k, v = parts
+        found = attend(q, k, v, cache, position, self.frequency, mixer.config.window, self.meta)
+        stream.add_product(found, mixer.o_proj.weight)
+
+    def _plain(self, x: Tensor, buffers: Buffers, position: Tensor) -> Tensor:
+        """x ``[B, 1, d]`` -> y of that shape, in plain torch; shapes do not depend on what has been read."""
+        column = (position[:1] + self.offset) % buffers["position"].shape[1]
+        positions = position[:, None]
+        q, k, v = self.mixer.rotated(x, positions)
+        for name, new in (("key", k), ("value", v), ("position", positions)):
+            buffers[name].index_copy_(1, column, new.to(buffers[name].dtype))
+        found = self.mixer.attend(q, buffers["key"], buffers["value"], positions, buffers["position"])
+        y: Tensor = self.mixer.o_proj(found.flatten(-2))
+        return y
+
+
+def _newest(state: LayerState, count: int) -> LayerState:
+    """The `count` newest tokens of every row, the oldest of them first; padding goes to the front."""
+    order = state["position"].argsort(dim=1, stable=True)[:, state["position"].shape[1] - count :]
+
+    def kept(x: Tensor) -> Tensor:
+        return x.gather(1, order.view(*order.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
+
+    return {name: kept(x) for name, x in state.items()}
+
+
+def _why_no_kernels(mixer: Attention) -> str | None:
+    """Why the kernels cannot serve this layer, in words; None = they can."""
+    like = mixer.k_proj.weight
+    q = like.new_empty((1, 1, mixer.config.num_heads, mixer.config.head_dim))
+    k = q[:, :, : mixer.config.kv_heads]
+    return triton.declines("selected_attention", {"q": q, "k": k, "v": k})

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longrecall.errors import UserError, did_you_mean
+from longrecall.layers.stepping.step import NO_ROOM, PlainStep, Step, StepSettings, part_under
 
 LayerState = dict[str, Tensor]
 StateShapes = dict[str, tuple[int, ...]]
@@ -93,6 +94,23 @@ class MixerConfig:
         """The module, freshly initialised; call under `torch.device("meta")` for its shapes alone."""
         raise TypeError(f"{type(self).__name__} does not build a mixer")
 
+    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
+        """The step that decodes one token with `mixer`, built from this description; its forward pass by default."""
+        return PlainStep(self, mixer, settings)
+
+    @property
+    def grows(self) -> bool:
+        """Whether the state has no fixed shape: one of its tensors is empty before the first token."""
+        return self.reads_tokens or any(0 in shape for shape in self.state_shapes().values())
+
+    def why_no_room(self) -> str | None:
+        """Why a step's buffers cannot hold a state that grows, in words; None = they can, or it does not grow."""
+        return f"{self.type} {NO_ROOM}" if self.grows else None
+
+    def why_not_in_segments(self, length: int) -> str | None:
+        """Why a prompt is not read in segments of `length` tokens with buffers of fixed shapes; None = it is."""
+        return f"{self.type} {NO_ROOM}" if self.grows else None
+
     def state_size(self) -> int:
         """Numbers in the recurrent state of one sequence: the papers' state size, without convolutions and caches."""
         return sum(math.prod(shape) for name, shape in self.state_shapes().items() if name.endswith("recurrent"))
@@ -153,7 +171,4 @@ def _is_loss(name: str) -> bool:
 
 def state_under(state: LayerState | None, path: str) -> LayerState | None:
     """The part of a nested layer's state whose names begin with ``path.``, without that; None without a state."""
-    if state is None:
-        return None
-    prefix = f"{path}."
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+    return None if state is None else part_under(state, path)

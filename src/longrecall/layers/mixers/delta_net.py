@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from longrecall.layers import fused_delta
 from longrecall.layers.expansion import ExpansionConfig
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import LinearAttentionConfig, LinearAttentionMixer, mask_tokens
+from longrecall.layers.mixers.linear_attention_step import LinearAttentionStep, linear_attention_step
 from longrecall.layers.norm import l2_normalise
+from longrecall.layers.stepping.step import Step, StepSettings
 from longrecall.ops import gated_delta_rule
 from longrecall.ops.delta_rule.gates import delta_gates
 
@@ -39,6 +41,9 @@ class DeltaNetConfig(LinearAttentionConfig):
 
     def build(self, hidden_size: int) -> DeltaNet:
         return DeltaNet(self.without_more_heads(), hidden_size)
+
+    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
+        return linear_attention_step(DeltaNetStep, self, mixer, settings)
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,9 @@ class GatedDeltaNetConfig(LinearAttentionConfig):
 
     def build(self, hidden_size: int) -> GatedDeltaNet:
         return GatedDeltaNet(self.without_more_heads(), hidden_size)
+
+    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
+        return linear_attention_step(GatedDeltaNetStep, self, mixer, settings)
 
 
 class DeltaNet(LinearAttentionMixer):
@@ -138,6 +146,30 @@ class GatedDeltaNet(DeltaNet):
 
     def gates(self, projected: dict[str, Tensor]) -> tuple[Tensor | None, Tensor]:
         return delta_gates(projected["a"], projected["b"], self.A_log, self.dt_bias, self.largest_beta)
+
+
+class DeltaNetStep(LinearAttentionStep):
+    """The delta rule's beta, and keys that the recurrence normalises."""
+
+    mixer: DeltaNet
+
+    def prepared(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # A short convolution ends with its SiLU.
+        return (q, k, v) if self.mixer.config.conv_width else (F.silu(q), F.silu(k), F.silu(v))
+
+    def delta_options(self, projected: dict[str, Tensor]) -> dict[str, Any]:
+        return {"beta": projected["b"], "normalise": True, "beta_factor": self.mixer.largest_beta}
+
+
+class GatedDeltaNetStep(DeltaNetStep):
+    """The same with the decay of Mamba-2."""
+
+    mixer: GatedDeltaNet
+
+    def decay(self, projected: dict[str, Tensor]) -> Any:
+        from longrecall.ops.decoding.triton.recurrence import Gate
+
+        return Gate("delta", projected["a"], self.mixer.dt_bias, self.mixer.A_log)
 
 
 def reset_time_steps(bias: Tensor, low: float = 1e-3, high: float = 0.1, floor: float = 1e-4) -> None:

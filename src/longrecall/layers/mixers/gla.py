@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from longrecall.errors import UserError
 from longrecall.layers.expansion import ExpansionConfig
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import LinearAttentionConfig, LinearAttentionMixer, mask_tokens
+from longrecall.layers.mixers.linear_attention_step import LinearAttentionStep, linear_attention_step
+from longrecall.layers.stepping.step import Step, StepSettings
 from longrecall.ops import gated_linear_attention, merged_linear_attention
 
 
@@ -44,6 +46,9 @@ class GLAConfig(LinearAttentionConfig):
     def build(self, hidden_size: int) -> GLA:
         return GLA(self.without_more_heads(), hidden_size)
 
+    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
+        return linear_attention_step(GLAStep, self, mixer, settings)
+
 
 class GLA(LinearAttentionMixer):
     """log decay = logsigmoid(low-rank projection of x) / 16 per key channel; scale K ** -0.5."""
@@ -74,3 +79,18 @@ class GLA(LinearAttentionMixer):
         else:
             o, final = gated_linear_attention(q, k, self.share_values(v), log_decay, initial_state=initial)
         return self.output(o, projected, x.dtype), {"recurrent": final, **new_state}
+
+
+class GLAStep(LinearAttentionStep):
+    """A decay for every key channel, from the low-rank projection."""
+
+    mixer: GLA
+
+    def more_weights(self) -> dict[str, Tensor]:
+        return {"gk": self.mixer.gk_proj.get_parameter("0.weight")}
+
+    def decay(self, projected: dict[str, Tensor]) -> Any:
+        from longrecall.ops.decoding.triton.recurrence import Gate
+
+        mixer = self.mixer
+        return Gate("channel", mixer.gk_proj[1](projected["gk"]), divisor=mixer.config.gate_divisor)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
 from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
 from longrecall.layers.nested import read_nested
 from longrecall.layers.norm import RMSNorm
+from longrecall.layers.stepping.step import NO_ROOM, Buffers, NestedSteps, Step, StepSettings, part_under
+from longrecall.layers.stepping.stream import InnerStream, Stream
 from longrecall.layers.tokens import TokenContext
 
 BRANCHES = ("attention", "ssm", "third")
@@ -55,6 +58,17 @@ class HymbaConfig(MixerConfig):
     def build(self, hidden_size: int) -> Hymba:
         return Hymba(self, hidden_size)
 
+    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
+        inner = {
+            path: config.decoding_step(mixer.get_submodule(path), settings) for path, config in self.branches().items()
+        }
+        return HymbaStep(mixer, inner)
+
+    def why_no_room(self) -> str | None:
+        # Token ids have room around a whole layer only.
+        found = [f"{one.type} {NO_ROOM}" if one.reads_tokens else one.why_no_room() for one in self.branches().values()]
+        return next((reason for reason in found if reason is not None), None)
+
 
 class Hymba(nn.Module):
     r"""y = W_o mean_i(beta_i * norm(branch_i(x))), beta_i a learned weight of every channel.
@@ -90,3 +104,21 @@ class Hymba(nn.Module):
             total = total + y
         projected: Tensor = self.out_proj((total / len(normed)).to(x.dtype))
         return projected, after
+
+
+class HymbaStep(NestedSteps):
+    """The steps of the branches on the same stream, and the mean of their norms."""
+
+    def __init__(self, mixer: nn.Module, inner: Mapping[str, Step]) -> None:
+        super().__init__(inner)
+        self.mixer = cast(Hymba, mixer)
+
+    def __call__(self, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor) -> None:
+        total: Tensor | None = None
+        for path, step in self.inner.items():
+            branch = InnerStream(stream, [])
+            step(branch, norm, part_under(buffers, path), position)
+            y: Tensor = self.mixer.get_submodule(f"{path}_norm")(branch.result())
+            total = y if total is None else total + y
+        assert total is not None
+        stream.add_product((total / len(self.inner)).to(stream.dtype), self.mixer.out_proj.weight)

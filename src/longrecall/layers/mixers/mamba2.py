@@ -16,6 +16,8 @@ from longrecall.layers.mixers.delta_net import reset_time_steps
 from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.layers.norm import RMSNorm, operand_dtype
 from longrecall.layers.projections import project_gated
+from longrecall.layers.stepping.step import Buffers, MixerStep, PlainStep, Step, StepSettings
+from longrecall.layers.stepping.stream import Stream
 from longrecall.ops import gated_linear_attention
 from longrecall.ops.linear_attention.stepped_values import stepped_values
 
@@ -59,6 +61,10 @@ class Mamba2Config(MixerConfig):
 
     def build(self, hidden_size: int) -> Mamba2:
         return Mamba2(self, hidden_size)
+
+    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
+        serves = settings.kernels and not self.proj_bias
+        return Mamba2Step(self, mixer, settings) if serves else PlainStep(self, mixer, settings)
 
 
 class Mamba2(nn.Module):
@@ -115,3 +121,37 @@ class Mamba2(nn.Module):
         y, final = stepped_values(values, step, self.D.to(wide), attend)
         projected = project_gated(y.flatten(-2), self.norm, z, self.out_proj, operand_dtype(x), "silu_before")
         return projected, {"recurrent": final, "conv": conv_state}
+
+
+class Mamba2Step(MixerStep):
+    """One token through convolution, recurrence, skip and gated norm, in a few launches."""
+
+    mixer: Mamba2
+
+    def __call__(self, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor) -> None:
+        from longrecall.ops.decoding.triton.elementwise import Sum, convolve, gated_norm
+        from longrecall.ops.decoding.triton.recurrence import Gate, recurrence
+
+        mixer = self.mixer
+        config, conv = mixer.config, mixer.conv
+        (projected,) = stream.project(norm, [mixer.in_proj.weight])
+        z, channels, raw_step = projected.split(mixer.sizes, dim=-1)
+        (mixed,) = convolve([(channels, buffers["conv"].transpose(1, 2), conv.weight, conv.bias)])
+        keys = config.groups * config.state_dim
+        values, b, c = mixed.split((config.inner_dim, keys, keys), dim=-1)
+        low, high = config.time_step_limit
+        o = recurrence(
+            c,
+            b,
+            values,
+            buffers["recurrent"],
+            Gate("step", raw_step, mixer.dt_bias, mixer.A_log, low=low, high=float("inf") if high is None else high),
+            scale=1.0,
+            key_heads=config.groups,
+            value_heads=config.num_heads,
+            skip=mixer.D,
+        )
+        total = Sum(column_step=config.inner_dim // config.groups)
+        inner = mixer.norm
+        y = gated_norm(o, config.groups, total, inner.weight, inner.eps, mixed.dtype, z, gate_first=True)
+        stream.add_product(y, mixer.out_proj.weight)

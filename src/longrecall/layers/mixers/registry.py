@@ -22,7 +22,7 @@ from longrecall.layers.mixers.mom import MoMConfig
 from longrecall.layers.mixers.retnet import RetNetConfig
 from longrecall.layers.mixers.rwkv import RWKV5Config, RWKV6Config
 from longrecall.layers.mixers.rwkv7 import RWKV7Config
-from longrecall.layers.retrieval import RetrievalConfig
+from longrecall.layers.retrieval.config import RetrievalConfig
 
 MIXERS: dict[str, type[MixerConfig]] = {
     config.type: config

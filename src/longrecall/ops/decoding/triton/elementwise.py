@@ -1,6 +1,6 @@
 """Kernels of one decoding step: everything between the matrix products of a layer, for one token of every sequence.
 
-They write states in place. Only a generation loop that owns its buffers may call them (models/decoding.py); everywhere
+They write states in place. Only a generation loop that owns its buffers may call them (inference/step.py); everywhere
 else a state is a value. Numbers are rounded to the model's dtype at the same places as in the layers themselves.
 """
 

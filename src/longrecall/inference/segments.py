@@ -1,25 +1,25 @@
 """Reading a prompt in captured segments: a CUDA graph for so many tokens, replayed until the prompt is read.
 
 A forward pass of a few thousand tokens is hundreds of short launches, which a GPU ends sooner than Python sends them.
-With a state of fixed shape a segment is the same work every time, as a decoding step is (models/decoding.py). What is
+With a state of fixed shape a segment is the same work every time, as a decoding step is (inference/step.py). What is
 left of a prompt fills a part of a last segment; the other tokens there are padding, which no mixer's state notices.
-Retrieval layers, whose state grows, write into a room for the whole prompt (layers/retrieval_room.py).
+Retrieval layers, whose state grows, write into a memory for the whole prompt (layers/retrieval/prompt_memory.py).
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.recording import record, recording_stream
-from longrecall.layers.retrieval import Retrieval
-from longrecall.layers.retrieval_room import ReadingRoom
-from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.layers.retrieval.module import Retrieval
+from longrecall.layers.retrieval.prompt_memory import PromptMemory
+from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
 from longrecall.models.state import RecurrentState
 from longrecall.ops.padding import at_the_end
 
@@ -28,9 +28,6 @@ LENGTHS = (512, 1024, 2048, 4096)
 
 SEGMENT = LENGTHS[-1]
 """A prompt is read in segments of this length; what is left, in one of the shortest that holds it."""
-
-MOST_ROWS = 4
-"""Larger batches keep the GPU busy by themselves."""
 
 EAGER_FIRST = 1
 """Rests that are read eagerly before segments are captured for them, which takes as long as a few eager passes."""
@@ -107,9 +104,10 @@ class CapturedSegments:
         self.ids = {length: torch.zeros(batch, length, dtype=torch.long, device=model.device) for length in lengths}
         self.count = torch.ones(1, dtype=torch.long, device=model.device)
         self.state = StateBlocks(model.zero_state(batch))
-        self.retrieval = [layer.mixer if isinstance(layer.mixer, Retrieval) else None for layer in model.model.layers]
+        layers = [cast(RecurrentLayer, layer) for layer in model.model.layers]
+        self.retrieval = [cast(Retrieval, x.mixer) if x.mixer_config.reads_tokens else None for x in layers]
         looking = [layer for layer in self.retrieval if layer is not None]
-        self.room = ReadingRoom(looking, batch, room) if looking else None
+        self.memory = PromptMemory(looking, batch, room) if looking else None
         self.logits = torch.zeros(0, device=model.device)
         self.graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self.rests = 0
@@ -121,7 +119,7 @@ class CapturedSegments:
             mask = (torch.arange(kind.length, device=ids.device) < self.count).expand(ids.shape)
         before = RecurrentState(self.state.layers, self.state.position)
         embed = self.body.embeddings
-        context = None if self.room is None else self.room.segment(ids, before.position, embed)
+        context = None if self.memory is None else self.memory.segment(ids, before.position, embed)
         with nullcontext() if mask is None else at_the_end(mask):
             hidden, after, _, _ = self.body(embed(ids), before, mask, context=context)
         last = hidden[:, -1] if mask is None else hidden.index_select(1, self.count - 1)[:, 0]
@@ -151,12 +149,12 @@ class CapturedSegments:
     def export(self, ids: Tensor, length: int) -> RecurrentState:
         """A copy of the state after the prompt ids ``[B, T]`` as one that has seen `length` columns."""
         state = self.state.export(length)
-        if self.room is None:
+        if self.memory is None:
             return state
         layers = list(state.layers)
         for index, layer in enumerate(self.retrieval):
             if layer is not None:
-                vectors = self.room.layers[layer].vectors[:, : ids.shape[1] // layer.config.chunk]
+                vectors = self.memory.layers[layer].vectors[:, : ids.shape[1] // layer.config.chunk]
                 layers[index] = {**layers[index], "chunk": vectors.clone()}
         return replace(state, layers=tuple(layers), context=ids.int())
 
@@ -167,8 +165,8 @@ class CapturedSegments:
 
     def _pieces(self, columns: int) -> list[tuple[Kind, int]]:
         """The segments of a prompt of so many columns, and how many of them each reads."""
-        if self.room is not None and columns > self.room.room:
-            raise ValueError(f"the prompt has {columns} tokens, the segments room for {self.room.room}")
+        if self.memory is not None and columns > self.memory.capacity:
+            raise ValueError(f"the prompt has {columns} tokens, the segments room for {self.memory.capacity}")
         whole, rest = divmod(columns, self.longest)
         pieces = [(Kind(self.longest, False), self.longest)] * whole
         if rest:
@@ -189,37 +187,3 @@ class CapturedSegments:
                 graph.replay()
             start += columns
         return self.logits
-
-
-def why_no_segments(ids: Tensor, mask: Tensor | None) -> str | None:
-    """Return why this prompt ``[B, T]`` is read by a plain forward pass; None when segments are worth it."""
-    if ids.shape[0] > MOST_ROWS:
-        return f"more than {MOST_ROWS} rows"
-    if mask is not None and not bool(mask.all()):
-        return "padded"
-    return None
-
-
-@torch.no_grad()
-def read_prompt(
-    model: RecurrentLM, segments: CapturedSegments, ids: Tensor, state: RecurrentState | None
-) -> tuple[Tensor, RecurrentState]:
-    """Read ids ``[B, T]`` from `state` (None = zeros): logits ``[B, vocab]`` of the last token, and the new state."""
-    columns = ids.shape[1]
-    if segments.room is not None and state is not None:
-        raise ValueError("segments of a model with retrieval layers begin with the first token; read this in one pass")
-    captured = columns - columns % segments.longest
-    if captured < columns and segments.reads_rests():
-        captured = columns
-    if captured:
-        segments.prepare(captured)
-        if state is None:
-            segments.state.clear()
-        else:
-            segments.state.write(state.layers, state.position)
-        logits = segments.read(ids[:, :captured]).clone()
-        state = segments.export(ids[:, :captured], captured + (0 if state is None else state.length))
-    if captured == columns and state is not None:
-        return logits, state
-    out = model(ids[:, captured:], past_key_values=state, use_cache=True, logits_to_keep=1)
-    return out.logits[:, -1], out.past_key_values

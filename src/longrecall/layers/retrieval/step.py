@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrecall.layers.aside import Aside
-from longrecall.layers.decoding import Buffers, FewRowsStream, FusedStream, Step, Stream
 from longrecall.layers.norm import RMSNorm
-from longrecall.layers.retrieval import Retrieval
+from longrecall.layers.retrieval.module import Retrieval
+from longrecall.layers.stepping.step import (
+    Buffers,
+    NestedSteps,
+    Progress,
+    StatefulMixer,
+    Step,
+    StepSettings,
+    part_under,
+)
+from longrecall.layers.stepping.stream import InnerStream, Stream
 from longrecall.layers.tokens import EMBEDDING_EPS, TokenContext
 from longrecall.ops.kernels import backend as triton
 
@@ -25,51 +34,74 @@ ID_BLOCK = 16384
 """Token ids embedded at once; only their keys and values are kept."""
 
 
-class RetrievalStep:
-    """The step of a retrieval layer; `base` is that of its mixer.
+class RetrievalStep(NestedSteps):
+    """The step of a retrieval layer around the step `base` of its mixer.
 
-    `tokens` int32 ``[B, room]`` holds the ids of the context, the newest at `position`; -1 fills the room. The layer's
-    buffer `chunk` is ``[B, room // U, E]``: shapes do not change while the context grows.
+    The settings' `tokens` hold the ids of the context, the newest at `position`; -1 fills the room. The layer's buffer
+    `chunk` is ``[B, room // U, E]``: shapes do not change while the context grows.
 
-    Keys and values depend on a token's id alone, so the kernels (`fused`) look them up: `memory`
-    ``[vocab, 2, G, P]``, formed by `remember` from the weights as they are then.
+    Keys and values depend on a token's id alone, so the kernels look them up in `memory` ``[vocab, 2, G, P]``, which
+    `form_tables` makes from the weights.
     """
 
-    def __init__(self, mixer: Retrieval, base: Step, tokens: Tensor, embeddings: nn.Embedding, fused: bool) -> None:
-        self.mixer, self.base, self.tokens, self.embeddings = mixer, base, tokens, embeddings
-        self.inner = {"base": base}
+    def __init__(self, config: StatefulMixer, mixer: nn.Module, settings: StepSettings, base: Step) -> None:
+        super().__init__({"base": base})
+        assert settings.tokens is not None
+        self.mixer = cast(Retrieval, mixer)
+        self.base, self.settings, self.tokens = base, settings, settings.tokens
+        self.embeddings = settings.embeddings
         self.memory: Tensor | None = None
-        if fused and _declines(mixer, embeddings, tokens.shape[1]) is None:
-            config, table = mixer.config, embeddings.weight
-            self.memory = torch.zeros((table.shape[0], 2, config.kv_heads, config.head_dim)).to(table)
+        if settings.fused and _why_no_kernels(self.mixer, self.embeddings, self.tokens.shape[1]) is None:
+            sizes, table = self.mixer.config, self.embeddings.weight
+            self.memory = torch.zeros((table.shape[0], 2, sizes.kv_heads, sizes.head_dim)).to(table)
+
+    def allocate(self) -> dict[str, Tensor]:
+        sizes, settings = self.mixer.config, self.settings
+        shape = (settings.batch, settings.room // sizes.chunk, sizes.encoder_dim)
+        chunk = torch.zeros(shape, dtype=settings.dtype, device=self.embeddings.weight.device)
+        return super().allocate() | {"chunk": chunk}
+
+    def clear(self, buffers: Buffers) -> None:
+        super().clear(buffers)
+        buffers["chunk"].zero_()
+
+    def load(self, buffers: Buffers, state: dict[str, Tensor], position: Tensor) -> int:
+        vectors = state["chunk"]
+        buffers["chunk"][:, : vectors.shape[1]].copy_(vectors)
+        return super().load(buffers, state, position)
+
+    def export(self, buffers: Buffers, progress: Progress) -> dict[str, Tensor]:
+        vectors = buffers["chunk"][:, : progress.context // self.mixer.config.chunk]
+        return super().export(buffers, progress) | {"chunk": vectors}
+
+    def tables(self) -> Sequence[RetrievalStep]:
+        return () if self.memory is None else (self,)
 
     def __call__(self, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor) -> None:
         mixer, chunk = self.mixer, buffers["chunk"]
-        own = {name.removeprefix("base."): tensor for name, tensor in buffers.items() if name.startswith("base.")}
         by_input = None if mixer.blend is None else mixer.blend.weight
         weights = [mixer.q_proj.weight, mixer.query_encoder.weight, *([] if by_input is None else [by_input])]
-        fused = isinstance(stream, FusedStream) and self.memory is not None
-        aside = Aside(stream, weights if fused else [])
-        self.base(aside, norm, own, position)
-        if isinstance(stream, FusedStream) and self.memory is not None:
-            self._fused(stream, norm, aside, chunk, self.memory, position)
+        fused = stream.fused and self.memory is not None
+        inner = InnerStream(stream, weights if fused else [])
+        self.base(inner, norm, part_under(buffers, "base"), position)
+        if fused:
+            self._fused(stream, norm, inner, chunk, position)
             return
         context = TokenContext(self.tokens, position, self.tokens.shape[1], self.embeddings, None)
-        x, y = stream.normed(norm)[:, None], aside.result()[:, None]
+        x, y = stream.normed(norm)[:, None], inner.result()[:, None]
         y, vectors = mixer.retrieve(x, y, chunk, context, None)
         chunk.copy_(vectors)
         stream.add(y[:, 0])
 
-    def _fused(
-        self, stream: FusedStream, norm: RMSNorm, base: Aside, vectors: Tensor, memory: Tensor, position: Tensor
-    ) -> None:
+    def _fused(self, stream: Stream, norm: RMSNorm, base: InnerStream, vectors: Tensor, position: Tensor) -> None:
         """`Retrieval.retrieve` for one token in few launches, added to the stream; `vectors` in place.
 
         `base` holds what the layer's mixer gave.
         """
         from longrecall.ops.decoding.triton import retrieval as kernels
 
-        mixer, own = self.mixer, self.mixer.blend
+        mixer, own, memory = self.mixer, self.mixer.blend, self.memory
+        assert memory is not None
         config = mixer.config
         q, queries, *rest = base.projected(norm)
         choice = kernels.choose(
@@ -81,7 +113,7 @@ class RetrievalStep:
             config.chunk, config.top_k, vectors.shape[1],
         )  # fmt: skip
         how = (position, config.chunk, config.alpha, None if own is None else own.bias, rest[0] if rest else None)
-        if isinstance(stream, FewRowsStream) and base.product is not None:
+        if stream.adds_inside_products and base.product is not None:
             # The products before have added to `x` whatever was yet to be added.
             kernels.add_blended_products(stream.x, base.product, (found, mixer.o_proj.weight), *how)
         else:
@@ -89,13 +121,13 @@ class RetrievalStep:
 
 
 @torch.no_grad()
-def remember(steps: Iterable[object]) -> None:
-    """Form the keys and values of every token id anew, for those of the steps that are retrieval's and look them up.
+def form_tables(steps: Sequence[RetrievalStep]) -> None:
+    """Form the keys and values of every token id anew, for all steps that look them up.
 
-    At every load, since nothing tells for certain that the weights are those of the last time: a write through `.data`
-    leaves no trace. So it is kept to one launch a layer and block of ids, beside a few for all of them.
+    At every load of a state, since nothing tells for certain that the weights are those of the last time: a write
+    through `.data` leaves no trace. So it is kept to one launch a layer and block of ids, beside a few for all of them.
     """
-    looking = [(step, step.memory) for step in steps if isinstance(step, RetrievalStep) and step.memory is not None]
+    looking = [(step, step.memory) for step in steps if step.memory is not None]
     if not looking:
         return
     first = looking[0][0]
@@ -110,7 +142,7 @@ def remember(steps: Iterable[object]) -> None:
             torch.mm(embedded, weight, out=memory[own].flatten(1))
 
 
-def _declines(mixer: Retrieval, embeddings: nn.Embedding, room: int) -> str | None:
+def _why_no_kernels(mixer: Retrieval, embeddings: nn.Embedding, room: int) -> str | None:
     """Why the kernels cannot serve this layer, in words; None = they can."""
     config, like = mixer.config, embeddings.weight
     if like.shape[1] > WIDEST:

@@ -8,16 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrecall.layers import retrieval_reading
+from longrecall.inference import generation
+from longrecall.inference.eligibility import why_no_room, why_no_step
+from longrecall.inference.reading import MOST_ROWS, captured_segments, read_captured, read_prompt
+from longrecall.inference.segments import EAGER_FIRST, CapturedSegments, Kind
+from longrecall.inference.step import DecodingStep
 from longrecall.layers.recording import fixed_shapes
-from longrecall.layers.retrieval_room import ReadingRoom
-from longrecall.models import decoding
-from longrecall.models.decoding import DecodingStep, captured_segments, read_captured, why_no_room, why_no_step
-from longrecall.models.prefill import EAGER_FIRST, MOST_ROWS, CapturedSegments, Kind, read_prompt
+from longrecall.layers.retrieval import fused
+from longrecall.layers.retrieval.prompt_memory import PromptMemory
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
-from tests.models.test_decoding import NoValues
-from tests.models.test_decoding_retrieval import CHUNK, model_of
+from tests.inference.test_decoding import NoValues
+from tests.inference.test_decoding_retrieval import CHUNK, model_of
 
 launch = pytest.importorskip("longrecall.ops.kernels.launch")
 
@@ -128,7 +130,7 @@ def test_in_kernels_as_in_plain_torch(blend: str, monkeypatch: pytest.MonkeyPatc
     """The kernels begin at a position that only the device knows."""
     model, ids = model_of("gla", blend=blend, num_heads=4, kv_heads=2), text(2, LONG + SHORT + 3)
     expected, state = read_prompt(model, segments_of(model, 2), ids, None)
-    monkeypatch.setattr(retrieval_reading, "declines", lambda *_: None)
+    monkeypatch.setattr(fused, "why_not", lambda *_: None)
     found, after = read_prompt(model, segments_of(model, 2), ids, None)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     same(after, state)
@@ -159,7 +161,7 @@ def test_what_does_not_fit() -> None:
     state = model(text(1, 3)).past_key_values
     with pytest.raises(ValueError, match="begin with the first token"):
         read_prompt(model, segments, text(1, LONG), state)
-    room = ReadingRoom([model.model.layers[0].mixer], 1, ROOM)  # type: ignore[list-item]
+    room = PromptMemory([model.model.layers[0].mixer], 1, ROOM)  # type: ignore[list-item]
     with pytest.raises(ValueError, match=f"of {CHUNK + 1} tokens is not filled by chunks of {CHUNK}"):
         room.segment(text(1, CHUNK + 1), torch.zeros(1, dtype=torch.long), model.model.embeddings)
 
@@ -175,7 +177,7 @@ def test_which_prompts_are_read_in_segments() -> None:
     # One memory for all prompts up to a power of two.
     assert captured_segments(model, 1, 9) is captured_segments(model, 1, 4096)
     assert captured_segments(model, 1, 4097) is not captured_segments(model, 1, 4096)
-    assert captured_segments(model, 1, 4097).room.room == 8192  # type: ignore[union-attr]
+    assert captured_segments(model, 1, 4097).memory.capacity == 8192  # type: ignore[union-attr]
 
 
 def test_generate_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,12 +187,12 @@ def test_generate_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None
     expected = model.generate(ids, **settings)  # type: ignore[operator]
     seen: list[int] = []
 
-    def reading(self: ReadingRoom, *arguments: Any, own: Any = ReadingRoom.segment) -> Any:
+    def reading(self: PromptMemory, *arguments: Any, own: Any = PromptMemory.segment) -> Any:
         seen.append(1)
         return own(self, *arguments)
 
-    monkeypatch.setattr(ReadingRoom, "segment", reading)
-    monkeypatch.setattr(decoding, "why_no_graph", why_no_step)
+    monkeypatch.setattr(PromptMemory, "segment", reading)
+    monkeypatch.setattr(generation, "why_no_graph", why_no_step)
     monkeypatch.setattr(DecodingStep, "capture", lambda self: None)
     for count in (0, 1, 2):
         assert torch.equal(model.generate(ids, **settings), expected)  # type: ignore[operator]

@@ -14,15 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longrecall.models import decoding, prefill
-from longrecall.models.as_built import why_not_as_built
+from longrecall.inference import generation, segments
+from longrecall.inference import step as step_module
+from longrecall.inference.as_built import why_not_as_built
+from longrecall.inference.eligibility import why_no_step, why_not_fixed
+from longrecall.inference.reading import captured_segments, captured_step
+from longrecall.inference.segments import CapturedSegments
+from longrecall.inference.step import DecodingStep
 from longrecall.models.captured_steps import KEPT, addresses, kept, modules_of, tensors_of
-from longrecall.models.decoding import DecodingStep, captured_segments, captured_step, why_no_step
-from longrecall.models.prefill import CapturedSegments
 from longrecall.models.recurrent_lm import RecurrentLM
 from tests.conftest import MIXERS
-from tests.models.test_decoding import model_of
-from tests.models.test_decoding_attention import model_of as attention_model
+from tests.inference.test_decoding import model_of
+from tests.inference.test_decoding_attention import model_of as attention_model
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 
@@ -57,10 +60,10 @@ def plain_arithmetic() -> Iterator[None]:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """generate() and captured steps as on a GPU, with `Recorded` in place of graphs."""
-    for module in (decoding, prefill):
+    for module in (step_module, segments):
         monkeypatch.setattr(module, "record", Recorded)
         monkeypatch.setattr(module, "recording_stream", lambda device: None)
-    monkeypatch.setattr(decoding, "why_no_graph", why_no_step)
+    monkeypatch.setattr(generation, "why_no_graph", why_no_step)
 
 
 @pytest.fixture
@@ -217,9 +220,9 @@ def test_without_memory_the_plain_path_goes_on(
     recorded: None, uncollected: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = attention_model("full")
-    monkeypatch.setattr(decoding, "why_no_graph", lambda model: "off")
+    monkeypatch.setattr(generation, "why_no_graph", lambda model: "off")
     expected = generate(model)
-    monkeypatch.setattr(decoding, "why_no_graph", why_no_step)
+    monkeypatch.setattr(generation, "why_no_graph", why_no_step)
     made: list[Any] = []
 
     def refused(self: DecodingStep, *_: Any) -> None:
@@ -238,7 +241,7 @@ def test_without_memory_the_plain_path_goes_on(
 
 def test_steps_and_segments_have_no_gradients() -> None:
     for model in (model_of(MIXERS["gla"]), attention_model("full")):
-        step = DecodingStep(model, 2, room=0 if decoding.why_not_fixed(model) is None else 9)
+        step = DecodingStep(model, 2, room=0 if why_not_fixed(model) is None else 9)
         step.load(model(PROMPT.expand(2, -1)).past_key_values)
         step()
         assert not step().requires_grad

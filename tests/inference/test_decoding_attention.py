@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from longrecall.models import decoding
+from longrecall.inference import generation, reading
+from longrecall.inference import step as step_module
+from longrecall.inference.eligibility import room_for, why_no_room, why_no_step
+from longrecall.inference.step import DecodingStep
 from longrecall.models.config import RecurrentConfig
-from longrecall.models.decoding import DecodingStep, room_for, why_no_room, why_no_step
 from longrecall.models.recurrent_lm import RecurrentLM
 from tests.conftest import MIXERS
-from tests.models.test_decoding import assert_exports
+from tests.inference.test_decoding import assert_exports
 
 FULL = {"type": "attention", "num_heads": 4, "kv_heads": 2, "head_dim": 8, "qkv_bias": True}
 WINDOW = {"type": "attention", "num_heads": 2, "head_dim": 6, "window": 5, "rope_theta": 100.0}
@@ -97,8 +99,8 @@ def test_generate_gives_the_same_tokens(name: str, options: dict[str, Any], monk
         return model.generate(ids, attention_mask=mask, **settings)  # type: ignore
 
     expected = generate()
-    monkeypatch.setattr(decoding, "captured_step", eager)
-    monkeypatch.setattr(decoding, "why_no_graph", why_no_step)
+    monkeypatch.setattr(generation, "captured_step", eager)
+    monkeypatch.setattr(generation, "why_no_graph", why_no_step)
     assert torch.equal(generate(), expected)
     assert made == [27]
 
@@ -158,8 +160,8 @@ def test_recording_leaves_a_step_as_it_was(name: str, monkeypatch: pytest.Monkey
             for _ in range(warmups):
                 work()
 
-    monkeypatch.setattr(decoding, "record", Replayed)
-    monkeypatch.setattr(decoding, "recording_stream", lambda device: None)
+    monkeypatch.setattr(step_module, "record", Replayed)
+    monkeypatch.setattr(step_module, "recording_stream", lambda device: None)
     model = model_of(name)
     recorded, fresh = (DecodingStep(model, 2, room=30) for _ in range(2))
     recorded.capture()
@@ -195,4 +197,4 @@ def test_prompts_are_read_in_one_pass() -> None:
     ("tokens", "room"), [(1, 4096), (4097, 8192), (32768, 32768), (131200, 163840), (500000, 524288)]
 )
 def test_rooms_have_few_sizes(tokens: int, room: int) -> None:
-    assert decoding._room_for(tokens) == room
+    assert reading.rounded_room(tokens) == room

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from longrecall.layers import retrieval_decoding
-from longrecall.layers.retrieval_decoding import RetrievalStep
+from longrecall.inference import generation
+from longrecall.inference.eligibility import why_no_step, why_not_fixed
+from longrecall.inference.step import DecodingStep
+from longrecall.layers.retrieval import step as retrieval_step
+from longrecall.layers.retrieval.step import RetrievalStep
 from longrecall.layers.tokens import TokenContext
-from longrecall.models import decoding
 from longrecall.models.config import RecurrentConfig
-from longrecall.models.decoding import DecodingStep, why_no_step, why_not_fixed
 from longrecall.models.recurrent_lm import RecurrentLM
 from tests.conftest import MIXERS
 
@@ -108,7 +109,7 @@ def test_what_can_be_captured() -> None:
     # Its prompts need room besides (test_retrieval_prefill.py).
     assert "retrieval" in str(why_not_fixed(model))
     assert why_no_step(model_of("attention")) is None
-    assert "layer 0 (hyena)" in str(why_no_step(model_of("hyena")))
+    assert "layer 0 (retrieval): hyena keeps a cache" in str(why_no_step(model_of("hyena")))
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "eos_token_id": [3, 8]}])
@@ -128,8 +129,8 @@ def test_generate_gives_the_same_tokens(options: dict[str, Any], monkeypatch: py
         return model.generate(ids, attention_mask=mask, **settings)  # type: ignore
 
     expected = generate()
-    monkeypatch.setattr(decoding, "captured_step", eager)
-    monkeypatch.setattr(decoding, "why_no_graph", why_no_step)
+    monkeypatch.setattr(generation, "captured_step", eager)
+    monkeypatch.setattr(generation, "why_no_graph", why_no_step)
     assert not made
     assert torch.equal(generate(), expected)
     assert made == [27]
@@ -139,7 +140,7 @@ def test_generate_gives_the_same_tokens(options: dict[str, Any], monkeypatch: py
 def test_keys_and_values_are_those_of_the_weights_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Formed in blocks of ids, and anew at every load: writes through `.data` leave no trace."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(retrieval_decoding, "ID_BLOCK", 24)
+    monkeypatch.setattr(retrieval_step, "ID_BLOCK", 24)
     retrieval = MIXERS["retrieval"] | {"base": MIXERS["gla"]}
     layers = [{"mixer": retrieval | changes} for changes in ({}, {"num_heads": 4, "kv_heads": 2, "head_dim": 6})]
     torch.manual_seed(0)

@@ -9,38 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longrecall.layers.tokens import TokenContext
-
-if TYPE_CHECKING:
-    from longrecall.layers.retrieval import Retrieval
+from longrecall.layers.retrieval.weights import RetrievalWeights
+from longrecall.layers.tokens import KeptTokens, TokenContext
 
 
-class Kept(NamedTuple):
-    """Of one layer: `vectors` ``[B, room // U, E]`` of the chunks, `keys`, `values` ``[B, room, G, P]`` of the tokens.
-
-    What lies past the tokens read so far is unspecified.
-    """
-
-    vectors: Tensor
-    keys: Tensor
-    values: Tensor
-
-
-class ReadingRoom:
-    """Keys, values and chunk vectors of up to `room` tokens for each retrieval layer, written in place.
+class PromptMemory:
+    """Keys, values and chunk vectors of up to `capacity` tokens for each retrieval layer, written in place.
 
     Segments follow each other without gaps from the first token on, in all rows alike; their lengths are multiples of
     every layer's chunk.
     """
 
-    def __init__(self, layers: Sequence[Retrieval], rows: int, room: int) -> None:
-        self.room = room
-        self.layers: Mapping[Retrieval, Kept] = {layer: _empty(layer, rows, room) for layer in layers}
+    def __init__(self, layers: Sequence[RetrievalWeights], rows: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.layers: Mapping[RetrievalWeights, KeptTokens] = {layer: _empty(layer, rows, capacity) for layer in layers}
         self.positions = torch.zeros(0, dtype=torch.long)
 
     def segment(self, ids: Tensor, before: Tensor, lookup: Callable[[Tensor], Tensor]) -> TokenContext:
@@ -54,13 +40,13 @@ class ReadingRoom:
         for layer in self.layers:
             if ids.shape[1] % (size := layer.config.chunk):
                 raise ValueError(f"a segment of {ids.shape[1]} tokens is not filled by chunks of {size}")
-        ahead = torch.arange(ids.shape[1], device=ids.device)
-        # Runs before a recording may read on past the room; what they write is written over.
-        self.positions = (before[:, None] + ahead).clamp(max=self.room - 1)
+        columns = torch.arange(ids.shape[1], device=ids.device)
+        # Runs before a recording may read on past the capacity; what they write is written over.
+        self.positions = (before[:, None] + columns).clamp(max=self.capacity - 1)
         context = TokenContext(ids, before, 0, lookup, None)
-        return replace(context, embedded=context.embed(ids), room=self)
+        return replace(context, embedded=context.embed(ids), memory=self)
 
-    def keep(self, layer: Retrieval, embedded: Tensor) -> Kept:
+    def keep(self, layer: RetrievalWeights, embedded: Tensor) -> KeptTokens:
         """All that the layer keeps, after adding a segment's embeddings ``[B, T, d]``."""
         kept, size = self.layers[layer], layer.config.chunk
         columns = self.positions[0]
@@ -72,8 +58,8 @@ class ReadingRoom:
         return kept
 
 
-def _empty(layer: Retrieval, rows: int, room: int) -> Kept:
+def _empty(layer: RetrievalWeights, rows: int, capacity: int) -> KeptTokens:
     config, like = layer.config, layer.k_proj.weight
-    tokens = (rows, room, config.kv_heads, config.head_dim)
-    vectors = like.new_zeros((rows, room // config.chunk, config.encoder_dim))
-    return Kept(vectors, like.new_zeros(tokens), like.new_zeros(tokens))
+    tokens = (rows, capacity, config.kv_heads, config.head_dim)
+    vectors = like.new_zeros((rows, capacity // config.chunk, config.encoder_dim))
+    return KeptTokens(vectors, like.new_zeros(tokens), like.new_zeros(tokens))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -12,21 +12,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longrecall.errors import UserError
-from longrecall.layers.decoding import fused_step
+from longrecall.inference import generation
+from longrecall.inference.eligibility import why_no_graph, why_not_fixed
+from longrecall.inference.generation import decode
+from longrecall.inference.reading import read_prompt, why_no_segments
+from longrecall.inference.segments import EAGER_FIRST, CapturedSegments, Kind, StateBlocks
+from longrecall.inference.step import DecodingStep
 from longrecall.layers.recording import fixed_shapes
-from longrecall.models import decoding
+from longrecall.layers.stepping.step import PlainStep, StepSettings
 from longrecall.models.config import RecurrentConfig
-from longrecall.models.decoding import DecodingStep, decode, why_no_graph
-from longrecall.models.prefill import EAGER_FIRST, CapturedSegments, Kind, StateBlocks, read_prompt, why_no_segments
-from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
 from longrecall.models.state import RecurrentState
 from tests.conftest import MIXERS
 
 FIXED = [
     name
     for name, mixer in MIXERS.items()
-    if decoding.why_not_fixed(RecurrentLM(RecurrentConfig(vocab_size=8, hidden_size=32, layers=[{"mixer": mixer}])))
-    is None
+    if why_not_fixed(RecurrentLM(RecurrentConfig(vocab_size=8, hidden_size=32, layers=[{"mixer": mixer}]))) is None
 ]
 
 
@@ -50,7 +52,14 @@ def assert_exports(step: DecodingStep, state: RecurrentState) -> None:
             torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5)
 
 
-KERNELS = [name for name in FIXED if fused_step(model_of(MIXERS[name]).model.layers[0].mixer)]  # type: ignore
+def has_kernels(name: str) -> bool:
+    model = model_of(MIXERS[name])
+    settings = StepSettings(1, 0, True, torch.float32, torch.float32, model.model.embeddings)
+    layer = cast(RecurrentLayer, model.model.layers[0])
+    return not isinstance(layer.mixer_config.decoding_step(layer.mixer, settings), PlainStep)
+
+
+KERNELS = [name for name in FIXED if has_kernels(name)]
 CASES = [(name, 3, False) for name in FIXED] + [(name, batch, True) for name in KERNELS for batch in (1, 5)]
 
 
@@ -91,7 +100,7 @@ def test_a_loaded_state_is_copied_and_an_export_is_a_value() -> None:
 
 def test_a_model_with_a_growing_cache_says_why_it_cannot() -> None:
     model = model_of(MIXERS["attention"])
-    assert "layer 0 (attention)" in str(decoding.why_not_fixed(model))
+    assert "layer 0 (attention)" in str(why_not_fixed(model))
     assert "cpu" in str(why_no_graph(model_of(MIXERS["gla"])))
     model.decoding.graphs = False
     assert "is off" in str(why_no_graph(model))
@@ -114,8 +123,8 @@ def stepwise(monkeypatch: pytest.MonkeyPatch) -> list[DecodingStep]:
         made.append(DecodingStep(model, batch, model.decoding.state_dtype))
         return made[-1]
 
-    monkeypatch.setattr(decoding, "captured_step", eager)
-    monkeypatch.setattr(decoding, "why_no_graph", decoding.why_not_fixed)
+    monkeypatch.setattr(generation, "captured_step", eager)
+    monkeypatch.setattr(generation, "why_no_graph", why_not_fixed)
     return made
 
 
@@ -165,8 +174,8 @@ def test_a_graph_that_cannot_be_captured_is_done_without(monkeypatch: pytest.Mon
 
     model = model_of(MIXERS["gla"])
     expected = generate(model)
-    monkeypatch.setattr(decoding, "captured_step", refused)
-    monkeypatch.setattr(decoding, "why_no_graph", decoding.why_not_fixed)
+    monkeypatch.setattr(generation, "captured_step", refused)
+    monkeypatch.setattr(generation, "why_no_graph", why_not_fixed)
     with pytest.warns(UserWarning, match="without a CUDA graph, which failed: CUDA out of memory"):
         found = generate(model)
     assert torch.equal(found, expected)
@@ -261,8 +270,8 @@ def test_rests_are_read_in_segments_once_they_are_common(monkeypatch: pytest.Mon
 def test_a_segment_is_recorded_whatever_was_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recording begins with an eager run, whose padding may not be that of a longer segment."""
     segments = CapturedSegments(model_of(MIXERS["gated_delta_net"]), 1, lengths=(4, 6))
-    monkeypatch.setattr("longrecall.models.prefill.record", lambda work, *_, **__: work())
-    monkeypatch.setattr("longrecall.models.prefill.recording_stream", lambda device: None)
+    monkeypatch.setattr("longrecall.inference.segments.record", lambda work, *_, **__: work())
+    monkeypatch.setattr("longrecall.inference.segments.recording_stream", lambda device: None)
     segments.read(torch.arange(12)[None])
     segments._capture(Kind(4, True))
     assert int(segments.count) == 1

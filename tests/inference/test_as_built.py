@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from longrecall.models.as_built import why_not_as_built
-from longrecall.models.decoding import captured_step
+from longrecall.inference.as_built import why_not_as_built
+from longrecall.inference.reading import captured_step
 from tests.conftest import MIXERS
-from tests.models.test_captured_steps import generate, recorded  # noqa: F401
-from tests.models.test_decoding import model_of
+from tests.inference.test_captured_steps import generate, recorded  # noqa: F401
+from tests.inference.test_decoding import model_of
 
 
 @pytest.fixture

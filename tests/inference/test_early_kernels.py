@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpreterBuilder
 
+from longrecall.inference.step import DecodingStep
 from longrecall.models.config import RecurrentConfig
-from longrecall.models.decoding import DecodingStep
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.ops.ahead import is_promised
 from longrecall.ops.decoding.triton import attention as attention_decoding

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from longrecall.models.decoding import captured_segments, captured_step, read_captured
-from longrecall.models.prefill import SEGMENT, read_prompt
+from longrecall.inference.reading import captured_segments, captured_step, read_captured, read_prompt
+from longrecall.inference.segments import SEGMENT
 from longrecall.models.recurrent_lm import RecurrentLM
 from tests.conftest import MIXERS
-from tests.models.test_decoding import FIXED, model_of
-from tests.models.test_decoding_attention import LAYERS
-from tests.models.test_decoding_attention import model_of as attention_model
-from tests.models.test_decoding_retrieval import model_of as retrieval_model
+from tests.inference.test_decoding import FIXED, model_of
+from tests.inference.test_decoding_attention import LAYERS
+from tests.inference.test_decoding_attention import model_of as attention_model
+from tests.inference.test_decoding_retrieval import model_of as retrieval_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -7,26 +7,22 @@ layer's launches are small steps between the products.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrecall.layers.tokens import TokenContext
+from longrecall.layers.retrieval.weights import RetrievalWeights
+from longrecall.layers.tokens import KeptTokens, TokenContext
 from longrecall.ops.kernels import backend as triton
 from longrecall.ops.retrieval.op import selected_attention
 
-if TYPE_CHECKING:
-    from longrecall.layers.retrieval import Retrieval
-    from longrecall.layers.retrieval_room import Kept
 
-
-def declines(mixer: Retrieval, x: Tensor, context: TokenContext, mask: Tensor | None) -> str | None:
+def why_not(mixer: RetrievalWeights, x: Tensor, context: TokenContext, mask: Tensor | None) -> str | None:
     """Why x ``[B, T, d]`` is not read by `read` but in plain torch, in words; None = it is."""
     config, like = mixer.config, mixer.k_proj.weight
-    # In a room the last tokens may be padding, which nobody reads.
-    padded = mask is not None and context.room is None
+    # In segments the last tokens may be padding, which nobody reads.
+    padded = mask is not None and context.memory is None
     if torch.is_grad_enabled() or padded or context.embedded is None or mixer.temperature is None:
         return "gradients, padding, earlier tokens or a hard selector"
     if not x.is_cuda or torch.is_autocast_enabled(x.device.type) or x.dtype != like.dtype:
@@ -40,22 +36,27 @@ def declines(mixer: Retrieval, x: Tensor, context: TokenContext, mask: Tensor | 
 
 
 def read(
-    mixer: Retrieval, x: Tensor, y: Tensor, vectors: Tensor, context: TokenContext, kept: Kept | None = None
+    mixer: RetrievalWeights,
+    x: Tensor,
+    y: Tensor,
+    vectors: Tensor,
+    context: TokenContext,
+    kept: KeptTokens | None = None,
 ) -> Tensor:
     """x and the mixer's output y ``[B, T, d]``, chunk vectors ``[B, N, E]``, N >= 1 -> the layer's output.
 
-    `kept`: all that the context's room keeps for the layer, where there is one.
+    `kept`: all that the context's memory keeps for the layer, where there is one.
     """
     from longrecall.ops.decoding.triton.retrieval import blend
     from longrecall.ops.retrieval.triton.retrieval import choose_chunks
 
-    config, own, room = mixer.config, mixer.blend, context.room
+    config, own, memory = mixer.config, mixer.blend, context.memory
     assert mixer.temperature is not None and context.embedded is not None
     # Of any norm: the kernel divides the scores by it.
     queries = F.linear(x, mixer.query_encoder.weight)
     chosen, weights, share = choose_chunks(
         queries, vectors, mixer.temperature, config.chunk, config.candidates, config.top_k,
-        None if room is None else room.positions[0, :1],
+        None if memory is None else memory.positions[0, :1],
     )  # fmt: skip
     heads = (-1, config.head_dim)
     if kept is None:
@@ -68,5 +69,5 @@ def read(
     part = None if own is None or own.weight is None else F.linear(x, own.weight).flatten(0, 1)
     bias = None if own is None else own.bias
     lines = (y.flatten(0, 1).contiguous(), found.flatten(0, 1), share.flatten())
-    positions = x.shape[1] if room is None else room.positions.flatten()
+    positions = x.shape[1] if memory is None else memory.positions.flatten()
     return blend(*lines, positions, config.chunk, config.alpha, bias, part).view_as(y)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longrecall.layers import retrieval_reading
 from longrecall.layers.mixers.registry import mixer_config
-from longrecall.layers.retrieval import Retrieval
+from longrecall.layers.retrieval import fused
+from longrecall.layers.retrieval.module import Retrieval
 from longrecall.layers.tokens import TokenContext
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
@@ -56,7 +56,7 @@ def test_as_in_plain_torch(rows: int, length: int, changes: dict[str, Any]) -> N
     """More chunks than are read, as many, fewer than candidates; tokens before the first chunk's end."""
     layer, (x, y, context) = layer_of(**changes), text(rows, length)
     expected, vectors = layer.retrieve(x, y, None, context, None)
-    found = retrieval_reading.read(layer, x, y, vectors, context)
+    found = fused.read(layer, x, y, vectors, context)
     # float32 sums of a few dozen terms in another order.
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     first = layer.config.chunk
@@ -66,12 +66,12 @@ def test_as_in_plain_torch(rows: int, length: int, changes: dict[str, Any]) -> N
 @torch.no_grad()
 def test_what_is_left_to_plain_torch() -> None:
     layer, (x, _, context) = layer_of(), text(1, 12)
-    assert retrieval_reading.declines(layer, x, context, None) == "not on a GPU, or mixed dtypes"
+    assert fused.why_not(layer, x, context, None) == "not on a GPU, or mixed dtypes"
     mask = torch.ones(1, 12, dtype=torch.bool)
-    assert "padding" in str(retrieval_reading.declines(layer, x, context, mask))
-    assert "selector" in str(retrieval_reading.declines(layer_of(selector="hard"), x, context, None))
+    assert "padding" in str(fused.why_not(layer, x, context, mask))
+    assert "selector" in str(fused.why_not(layer_of(selector="hard"), x, context, None))
     with torch.enable_grad():
-        assert "gradients" in str(retrieval_reading.declines(layer, x, context, None))
+        assert "gradients" in str(fused.why_not(layer, x, context, None))
 
 
 @pytest.mark.gpu
@@ -88,8 +88,8 @@ def test_a_model_reads_the_same_with_and_without_gradients(
     ids = torch.randint(0, 40, (2, 300), device="cuda")
     expected = model(ids).logits.detach()
     seen: list[int] = []
-    whole = retrieval_reading.read
-    monkeypatch.setattr(retrieval_reading, "read", lambda *a: (seen.append(1), whole(*a))[1])
+    whole = fused.read
+    monkeypatch.setattr(fused, "read", lambda *a: (seen.append(1), whole(*a))[1])
     with torch.no_grad():
         found = model(ids).logits
     assert seen == [1]

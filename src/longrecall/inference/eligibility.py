@@ -1,0 +1,78 @@
+"""What can be captured: why a model's step cannot be, or a prompt not be read in segments, in words.
+
+Every mixer's description answers for itself (`MixerConfig.why_no_room`, `why_not_in_segments`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+from longrecall.inference.as_built import why_not_as_built
+from longrecall.inference.segments import LENGTHS
+from longrecall.layers.mixers.base import MixerConfig
+from longrecall.layers.stepping.step import NO_ROOM
+from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
+from longrecall.models.state import RecurrentState
+
+MOST_ROOM = 131072
+"""Tokens of a prompt that is read in segments by a model with retrieval: their keys and values stay in memory."""
+
+
+def why_no_graph(model: RecurrentLM) -> str | None:
+    """Return why the model's decoding step cannot be captured, in plain words; None when it can."""
+    if not model.decoding.graphs:
+        return "model.decoding.graphs is off"
+    if model.device.type != "cuda":
+        return f"the model is on {model.device.type}; CUDA graphs need a GPU"
+    if model.dtype == torch.float64:
+        return "float64 weights are for reference only"
+    if model.training:
+        return "the model is in training mode"
+    return why_not_as_built(model) or why_no_step(model)
+
+
+def mixers_of(model: RecurrentLM) -> list[MixerConfig]:
+    """What every layer's mixer was built from, without reading (and checking) the model's config again."""
+    return [cast(RecurrentLayer, layer).mixer_config for layer in model.model.layers]
+
+
+def _first_reason(model: RecurrentLM, reason: Callable[[MixerConfig], str | None]) -> str | None:
+    """The first layer that has a reason, named; None when none has."""
+    mixers = mixers_of(model)
+    for mixer in dict.fromkeys(mixers):
+        found = reason(mixer)
+        if found is not None:
+            return f"layer {mixers.index(mixer)} ({mixer.type}): {found}"
+    return None
+
+
+def why_no_step(model: RecurrentLM) -> str | None:
+    """Return which layer's state grows and cannot be given room beforehand; None when there is none.
+
+    The caches of attention can, and what retrieval keeps of a context whose largest length is known.
+    """
+    return _first_reason(model, lambda mixer: mixer.why_no_room())
+
+
+def why_not_fixed(model: RecurrentLM) -> str | None:
+    """Return which layer has a state that grows with the context; None when none has."""
+    return _first_reason(model, lambda mixer: NO_ROOM if mixer.grows else None)
+
+
+def why_no_room(model: RecurrentLM, columns: int) -> str | None:
+    """Return why a prompt of so many tokens is not read in segments; None where the state has or gets a fixed shape."""
+    if why_not_fixed(model) is None:
+        return None
+    if columns > MOST_ROOM:
+        return f"retrieval layers get room for {MOST_ROOM} tokens at most"
+    return _first_reason(model, lambda mixer: mixer.why_not_in_segments(LENGTHS[0]))
+
+
+def room_for(model: RecurrentLM, state: RecurrentState, more: int) -> int:
+    """Tokens for which a step from this state on needs room, to read `more` of them; 0 where it needs none."""
+    if why_not_fixed(model) is None:
+        return 0
+    return max(state.length, 0 if state.context is None else state.context.shape[1]) + more

@@ -1,0 +1,180 @@
+"""The loop of greedy search and sampling on captured steps, which generate() takes in the plain cases on a GPU."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from longrecall.inference.eligibility import room_for, why_no_graph
+from longrecall.inference.reading import captured_step, read_captured
+from longrecall.inference.step import DecodingStep
+from longrecall.models.captured_steps import addresses
+from longrecall.models.generation import RecurrentGeneration
+from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.models.state import RecurrentState
+
+
+class CapturedSampling:
+    """`models.generation.SampleLoop` on a step that is captured once and replayed for every token."""
+
+    def sample(
+        self,
+        model: RecurrentLM,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        streamer: Any,
+        model_kwargs: dict[str, Any],
+    ) -> Tensor | None:
+        if not self._serves(model, stopping_criteria, generation_config, model_kwargs):
+            return None
+        most = int(stopping_criteria.max_length)
+        with model.captured_steps.alone() as alone:
+            begun = self._begin(model, input_ids, most, generation_config, model_kwargs) if alone else None
+            if begun is None:
+                return None
+            return _decoded(*begun, input_ids, most, logits_processor, stopping_criteria, generation_config, streamer)
+
+    def _serves(
+        self, model: RecurrentLM, stopping_criteria: Any, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether the loop has no more to do than `decode` does, on a model whose step can be captured."""
+        plain = [MaxLengthCriteria, EosTokenCriteria]
+        return not (
+            generation_config.is_assistant
+            or stopping_criteria.max_length is None
+            or not model_kwargs.get("use_cache", True)
+            or generation_config.return_dict_in_generate
+            or any(type(criterion) not in plain for criterion in stopping_criteria)
+            or why_no_graph(model) is not None
+        )
+
+    def _begin(
+        self, model: RecurrentLM, input_ids: Tensor, most: int, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> tuple[DecodingStep, Tensor] | None:
+        """The step after the prompt and the prompt's last logits ``[B, vocab]``; None where it cannot be captured."""
+        rows, columns = input_ids.shape
+        room = 0
+        try:
+            logits, state, where = self._read(model, input_ids, generation_config, model_kwargs)
+            room = room_for(model, state, most - columns)
+            step = captured_step(model, rows, room, where)
+            step.load(state)
+        except RuntimeError as error:  # out of memory, or a driver that refuses to capture
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if room and isinstance(error, torch.OutOfMemoryError):
+                reason += f" (room for {room} tokens is taken at once: a smaller max_new_tokens takes less)"
+            warnings.warn(f"decoding without a CUDA graph, which failed: {reason}", stacklevel=2)
+            model.captured_steps.clear()
+            return None
+        return step, logits
+
+    def _read(
+        self, model: RecurrentLM, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> tuple[Tensor, RecurrentState, tuple[Any, ...] | None]:
+        """The prompt's last logits ``[B, vocab]`` and its state; a prompt without padding in captured segments.
+
+        Then also where the model's tensors lie, unless a forward pass of others, which may move them, had a part in it.
+        """
+        fresh = model_kwargs.get("past_key_values") is None and model_kwargs.get("inputs_embeds") is None
+        if fresh:
+            where = addresses(model)
+            found = read_captured(model, input_ids, model_kwargs.get("attention_mask"), where)
+            if found is not None:
+                return *found, None if "forward" in vars(model) else where
+        outputs = cast(Any, model)._prefill(input_ids, generation_config, model_kwargs)
+        return outputs.logits[:, -1], outputs.past_key_values, None
+
+
+def _decoded(
+    step: DecodingStep,
+    logits: Tensor,
+    input_ids: Tensor,
+    most: int,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: Any,
+) -> Tensor:
+    """The loop itself, from the prompt's last logits ``[B, vocab]`` on: ids ``[B, n]``, n at most `most`."""
+
+    def sample(ids: Tensor, logits: Tensor) -> Tensor:
+        scores = logits_processor(ids, logits.to(copy=True, dtype=torch.float32))
+        if not generation_config.do_sample:
+            return torch.argmax(scores, dim=-1)
+        return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+
+    ends = [criterion.eos_token_id for criterion in stopping_criteria if hasattr(criterion, "eos_token_id")]
+    pad = generation_config._pad_token_tensor
+    written = decode(
+        step,
+        input_ids,
+        logits,
+        sample,
+        most=most,
+        end=torch.cat([end.flatten().to(input_ids.device) for end in ends]) if ends else None,
+        pad=0 if pad is None else int(pad),
+        shown=None if streamer is None else streamer.put,
+    )
+    if streamer is not None:
+        streamer.end()
+    return written
+
+
+Sampler = Callable[[Tensor, Tensor], Tensor]
+"""ids read so far ``[B, n]``, logits ``[B, vocab]`` -> the next ids ``[B]``."""
+
+
+@torch.no_grad()
+def decode(
+    step: DecodingStep,
+    ids: Tensor,
+    logits: Tensor,
+    sample: Sampler,
+    *,
+    most: int,
+    end: Tensor | None,
+    pad: int,
+    shown: Callable[[Tensor], None] | None = None,
+    check_every: int = 16,
+) -> Tensor:
+    """Extend ids ``[B, n]`` to at most `most` columns; `logits` ``[B, vocab]`` are those of the last column.
+
+    A row ends with a token of `end` and is filled up with `pad`. Whether all rows have ended is looked at every
+    `check_every` tokens only, since that waits for the GPU; what was written too much is cut off. `shown` gets the new
+    ids of every step (on the CPU), for streaming.
+    """
+    rows, start = ids.shape
+    written = torch.empty(rows, most, dtype=ids.dtype, device=ids.device)
+    written[:, :start] = ids
+    running = torch.ones(rows, dtype=torch.bool, device=ids.device)
+    column = start
+    while column < most:
+        token = sample(written[:, :column], logits)
+        if end is not None:
+            token = torch.where(running, token, pad)
+            running = running & ~torch.isin(token, end)
+        written[:, column] = token
+        column += 1
+        if shown is not None:
+            shown(token.cpu())
+        look = shown is not None or (column - start) % check_every == 0
+        if end is not None and look and not bool(running.any()):
+            break
+        if column < most:
+            step.ids.copy_(token)
+            logits = step()
+    if end is not None:
+        ended = torch.isin(written[:, start:column], end).int()
+        first = torch.where(ended.any(1), ended.argmax(1) + 1, column - start)
+        column = start + int(first.max())
+    return written[:, :column]
+
+
+RecurrentGeneration.sample_loop = CapturedSampling()

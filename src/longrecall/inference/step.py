@@ -1,0 +1,148 @@
+"""A decoding step of the whole model that owns its memory: captured once as a CUDA graph, then replayed for each token.
+
+A recurrent state has a fixed shape, so the step of a given batch size is the same work on the same memory every time.
+This is the one place where a state is written in place: the buffers belong to the step, states are copied in and out.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from longrecall.inference.eligibility import why_not_fixed
+from longrecall.layers.recording import record, recording_stream
+from longrecall.layers.retrieval.step import form_tables
+from longrecall.layers.stepping.step import Progress, Step, StepSettings
+from longrecall.layers.stepping.stream import FEW_ROWS, FewRowsStream, FusedStream, Stream
+from longrecall.layers.tokens import NO_TOKEN
+from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
+from longrecall.models.state import RecurrentState
+from longrecall.ops.ahead import reading_ahead
+from longrecall.ops.kernels import backend as triton
+
+
+class DecodingStep:
+    """One token for every sequence of a batch: `load` a state, set `ids`, call it, read `logits`.
+
+    Until `capture` the same work runs eagerly. `fused` layers run in Triton kernels; None = on a GPU. `room`: tokens
+    of context, those yet to come included, for a model with retrieval or attention layers; others need none.
+    """
+
+    # Made in inference mode, the buffers could not be written outside of it.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: RecurrentLM,
+        batch: int,
+        state_dtype: torch.dtype | None = None,
+        fused: bool | None = None,
+        room: int = 0,
+    ) -> None:
+        # Not the model itself, which keeps its steps: they would keep it alive, and their memory with it.
+        self.config, self.body, self.lm_head, self.batch = model.config, model.model, model.lm_head, batch
+        self.ids = torch.zeros(batch, dtype=torch.long, device=model.device)
+        self.position = torch.zeros(batch, dtype=torch.long, device=model.device)
+        self.logits = torch.zeros(0, device=model.device)
+        self.room, self.columns = room, 0
+        # Of the room: columns of caches; tokens of the context. Read since a state was loaded.
+        self.taken, self.width, self.read = 0, 0, 0
+        if not room and why_not_fixed(model) is not None:
+            raise ValueError("a model with retrieval or attention layers needs room for its context; got none")
+        looks_up, shape = model.config.reads_tokens(), (batch, room)
+        self.tokens = torch.full(shape, NO_TOKEN, dtype=torch.int32, device=model.device) if looks_up else None
+        self.fused = model.device.type == "cuda" and triton.unavailable() is None if fused is None else fused
+        wide = state_dtype or torch.float32
+        self.settings = StepSettings(batch, room, self.fused, model.dtype, wide, self.body.embeddings, self.tokens)
+        self.steps = [self._step(cast(RecurrentLayer, layer)) for layer in model.model.layers]
+        self.buffers = tuple(step.allocate() for step in self.steps)
+        self._clear()
+        self._form_tables()
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def _step(self, layer: RecurrentLayer) -> Step:
+        return layer.mixer_config.decoding_step(layer.mixer, self.settings)
+
+    def _form_tables(self) -> None:
+        form_tables([table for step in self.steps for table in step.tables()])
+
+    @torch.no_grad()
+    def load(self, state: RecurrentState) -> None:
+        """Copy a state of this batch size into the buffers; what is formed of weights beforehand is formed anew."""
+        self._form_tables()
+        self.columns, self.taken, self.width, self.read = state.length, 0, 0, 0
+        if self.tokens is not None and state.context is not None:
+            self.width = state.context.shape[1]
+            if self.width > self.room:
+                raise ValueError(f"the state's context has {self.width} tokens, the step room for {self.room}")
+            self.tokens.fill_(NO_TOKEN)[:, : self.width] = state.context
+        for step, buffers, layer in zip(self.steps, self.buffers, state.layers, strict=True):
+            self.taken = max(self.taken, step.load(buffers, layer, state.position))
+        self.position.copy_(state.position)
+
+    def export(self) -> RecurrentState:
+        """Return a copy of the buffers as a state, recurrent states in float32."""
+        progress = Progress(self.read, self.width, self.position)
+        layers = [step.export(buffers, progress) for step, buffers in zip(self.steps, self.buffers, strict=True)]
+        state = RecurrentState(tuple(layers), self.position, self.columns)
+        context = None if self.tokens is None else self.tokens[:, : self.width].clone()
+        return RecurrentState(state.map(Tensor.clone).layers, self.position.clone(), self.columns, context)
+
+    def _clear(self) -> None:
+        self.position.zero_()
+        if self.tokens is not None:
+            self.tokens.fill_(NO_TOKEN)
+        for step, buffers in zip(self.steps, self.buffers, strict=True):
+            step.clear(buffers)
+
+    def __call__(self) -> Tensor:
+        """Read `ids` ``[B]``, advance the buffers, return logits ``[B, vocab]``, overwritten by the next call.
+
+        Raises:
+            ValueError: no room for one more token of context.
+        """
+        if self.room and max(self.taken, self.width) >= self.room:
+            raise ValueError(f"the step has room for {self.room} tokens of context, all of them read")
+        self.taken, self.width, self.read = self.taken + 1, self.width + 1, self.read + 1
+        if self.graph is None:
+            self.logits = self._run()
+        else:
+            self.graph.replay()
+        self.columns += 1
+        return self.logits
+
+    def capture(self) -> None:
+        """Record the step; the buffers are left as they were after construction (zeros)."""
+        self.graph = record(self._keep_logits, 2, recording_stream(self.ids.device))
+        self._clear()
+
+    def _keep_logits(self) -> None:
+        self.logits = self._run()
+
+    @torch.no_grad()
+    def _run(self) -> Tensor:
+        # A layer's state is written by one of its own kernels, with others before the next step; weights by none. What
+        # `load` has written is safe after the first kernel of a step, an ordinary one: the embedding.
+        with reading_ahead():
+            return self._forward()
+
+    def _forward(self) -> Tensor:
+        model = self.body
+        x = model.embeddings(self.ids)
+        if self.tokens is not None:
+            self.tokens.scatter_(1, self.position[:, None], self.ids[:, None].int())
+        dtype = x.dtype
+        if self.config.residual_in_fp32:
+            x = x.float()
+        kind = Stream if not self.fused else FewRowsStream if self.batch <= FEW_ROWS else FusedStream
+        stream = kind(x, dtype)
+        for module, step, buffers in zip(model.layers, self.steps, self.buffers, strict=True):
+            layer = cast(RecurrentLayer, module)
+            step(stream, layer.mixer_norm, buffers, self.position)
+            if layer.mlp is not None and layer.mlp_norm is not None:
+                stream.add_mlp(layer.mlp_norm, layer.mlp)
+        logits: Tensor = self.lm_head(stream.normed(model.norm))
+        self.position += 1
+        return logits

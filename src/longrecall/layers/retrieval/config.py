@@ -1,0 +1,90 @@
+"""The description of a retrieval layer: a mixer and, beside it, attention to chosen chunks of the context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from longrecall.errors import UserError
+from longrecall.layers.mixers.base import MixerConfig, StateShapes
+from longrecall.layers.retrieval.module import Retrieval
+from longrecall.layers.retrieval.step import RetrievalStep
+from longrecall.layers.retrieval.weights import BLENDS, RUNNERS_UP, SELECTORS
+from longrecall.layers.stepping.step import Step, StepSettings
+
+
+@dataclass(frozen=True)
+class RetrievalConfig(MixerConfig):
+    """A mixer and, beside it, cross-attention to chosen chunks of the token embeddings."""
+
+    type: ClassVar[str] = "retrieval"
+    nested: ClassVar[tuple[str, ...]] = ("base",)
+
+    base: MixerConfig
+    chunk: int = 64
+    """U, tokens of a chunk."""
+    top_k: int = 4
+    """k, chunks that a token reads; all of them where there are fewer."""
+    selector: str = "weighted"
+    """`weighted`: a chunk's score is a logit of its tokens too, so that the encoders learn; `hard` (the paper's): it
+    only selects, and the encoders stay as they are."""
+    encoder_dim: int = 64
+    """E, width of the chunk vectors."""
+    num_heads: int = 8
+    head_dim: int = 64
+    kv_heads: int = 1
+    """Key-value heads, a divisor of num_heads; num_heads is the paper's multi-head attention."""
+    alpha: float = 0.5
+    """Share of the mixer in the output, with `learned` and `input` before training."""
+    blend: str = "fixed"
+    """`fixed`: alpha everywhere; `learned`: one number a channel; `input`: a linear function of the input a channel."""
+
+    def __post_init__(self) -> None:
+        self._require_positive("chunk", "top_k", "encoder_dim", "num_heads", "head_dim", "kv_heads")
+        self._require_multiple("num_heads", "kv_heads")
+        for name, choices in (("selector", SELECTORS), ("blend", BLENDS)):
+            if getattr(self, name) not in choices:
+                raise UserError(
+                    f'mixer "retrieval": {name} must be one of {", ".join(choices)}, got {getattr(self, name)!r}'
+                )
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
+            raise UserError(f'mixer "retrieval": alpha must be a number from 0 to 1, got {self.alpha!r}')
+        if not isinstance(self.base, MixerConfig):
+            raise UserError(f'mixer "retrieval": base must be a mixer description, got {self.base!r}')
+        if self.base.reads_tokens:
+            raise UserError(
+                'mixer "retrieval": base has a retrieval layer already; one layer retrieves once (raise its top_k)'
+            )
+
+    @property
+    def reads_tokens(self) -> bool:
+        return True
+
+    @property
+    def candidates(self) -> int:
+        """Chunks that a token scores: those it reads and, with `weighted`, some runners-up."""
+        return self.top_k + (RUNNERS_UP if self.selector == "weighted" else 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"base": self.base.to_dict()}
+
+    def state_shapes(self) -> StateShapes:
+        base = {f"base.{name}": shape for name, shape in self.base.state_shapes().items()}
+        return base | {"chunk": (0, self.encoder_dim)}
+
+    def build(self, hidden_size: int) -> Retrieval:
+        return Retrieval(self, hidden_size, self.base.build(hidden_size))
+
+    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
+        base = self.base.decoding_step(mixer.get_submodule("base"), settings)
+        return RetrievalStep(self, mixer, settings, base)
+
+    def why_no_room(self) -> str | None:
+        return self.base.why_no_room()
+
+    def why_not_in_segments(self, length: int) -> str | None:
+        if length % self.chunk:
+            return f"chunks of {self.chunk} tokens do not fill segments of {length}"
+        return self.base.why_not_in_segments(length)

@@ -1,0 +1,172 @@
+"""What a mixer's decoding step offers: one token for every row of a batch, on buffers that its caller owns.
+
+A mixer's description makes its step (`MixerConfig.decoding_step`), in the file of the mixer. A mixer without a faster
+one gets `PlainStep`, which runs its forward pass on one token. The buffers of a step are the mixer's state, in the
+dtype and the order of memory that decoding wants, with room for the tokens to come where a state grows. They are the
+one place where a state is written in place: states are copied in by `load` and out by `export`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from longrecall.layers.norm import RMSNorm
+from longrecall.layers.stepping.stream import Stream
+
+Buffers = Mapping[str, Tensor]
+"""Tensors of one layer's step by their names in its state. Convolution states are seen as ``[B, C, W - 1]`` there and
+stored as ``[B, W - 1, C]``: a step reads every tap of all channels."""
+
+NO_ROOM = "keeps a cache that grows with the context"
+"""Why a state cannot be given buffers of a fixed shape."""
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step is made for.
+
+    Attributes:
+        batch: B, rows.
+        room: tokens of context that buffers of growing states have room for, those yet to come included.
+        fused: whether layers run in Triton kernels where they have some.
+        dtype: of the weights.
+        state_dtype: of the recurrent states in the buffers.
+        embeddings: the model's table of token embeddings.
+        tokens: int32 ``[B, room]``: the ids of the context, -1 where there is none; None for models that look up none.
+    """
+
+    batch: int
+    room: int
+    fused: bool
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    embeddings: nn.Embedding
+    tokens: Tensor | None = None
+
+    @property
+    def kernels(self) -> bool:
+        """Whether a mixer may take its kernels: they have no float64."""
+        return self.fused and self.dtype != torch.float64
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a step is: tokens `read` since a state was loaded, `context` of them in all, `position` ``[B]``."""
+
+    read: int
+    context: int
+    position: Tensor
+
+
+class StatefulMixer(Protocol):
+    """What a step needs of a mixer's description: the state before the first token."""
+
+    def zero_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The state of `batch` rows before their first token."""
+
+
+class Step(Protocol):
+    """One token of every row through one mixer."""
+
+    def allocate(self) -> dict[str, Tensor]:
+        """New buffers, in the state before the first token; `clear` before they are used."""
+
+    def __call__(self, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor) -> None:
+        """Add the mixer's output to the stream; `norm`: the layer's; `position` ``[B]``: tokens read before."""
+
+    def clear(self, buffers: Buffers) -> None:
+        """Go back to the state before the first token."""
+
+    def load(self, buffers: Buffers, state: dict[str, Tensor], position: Tensor) -> int:
+        """Copy a layer's state after `position` ``[B]`` tokens into the buffers; return how much room it takes."""
+
+    def export(self, buffers: Buffers, progress: Progress) -> dict[str, Tensor]:
+        """The layer's state now, recurrent states in float32; it may share the memory of the buffers."""
+
+    def tables(self) -> Sequence[Any]:
+        """Steps, this one or those inside it, that look up keys and values of token ids: see `form_tables`."""
+
+
+class MixerStep:
+    """Base of the steps of a mixer: how buffers are made, filled and read, as it stands for states of a fixed shape."""
+
+    def __init__(self, config: StatefulMixer, mixer: nn.Module, settings: StepSettings) -> None:
+        self.config, self.mixer, self.settings = config, mixer, settings
+
+    def allocate(self) -> dict[str, Tensor]:
+        settings = self.settings
+        state = self.config.zero_state(settings.batch, settings.embeddings.weight.device, settings.dtype)
+        return {name: self._laid_out(name, tensor) for name, tensor in state.items()}
+
+    def _laid_out(self, name: str, tensor: Tensor) -> Tensor:
+        if name.endswith("recurrent"):
+            return torch.zeros_like(tensor, dtype=self.settings.state_dtype)
+        if name.endswith("conv"):
+            # Neighbouring channels side by side: a step reads every tap of all channels.
+            return torch.zeros_like(tensor.transpose(1, 2).contiguous()).transpose(1, 2)
+        return tensor.contiguous()
+
+    def clear(self, buffers: Buffers) -> None:
+        for tensor in buffers.values():
+            tensor.zero_()
+
+    def load(self, buffers: Buffers, state: dict[str, Tensor], position: Tensor) -> int:
+        for name, tensor in state.items():
+            buffers[name].copy_(tensor)
+        return 0
+
+    def export(self, buffers: Buffers, progress: Progress) -> dict[str, Tensor]:
+        return {
+            name: tensor.float() if name.endswith("recurrent") else tensor.contiguous()
+            for name, tensor in buffers.items()
+        }
+
+    def tables(self) -> Sequence[Any]:
+        return ()
+
+
+class PlainStep(MixerStep):
+    """The mixer's own forward pass on one token; its new state is copied over the old one."""
+
+    def __call__(self, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor) -> None:
+        y, after = self.mixer(stream.normed(norm)[:, None], dict(buffers), mask=None, position=position)
+        for name, tensor in after.items():
+            buffers[name].copy_(tensor)
+        stream.add(y[:, 0])
+
+
+class NestedSteps:
+    """The steps of mixers inside a mixer, by the path that stands before the names of their buffers."""
+
+    def __init__(self, inner: Mapping[str, Step]) -> None:
+        self.inner = inner
+
+    def allocate(self) -> dict[str, Tensor]:
+        return {f"{path}.{name}": x for path, step in self.inner.items() for name, x in step.allocate().items()}
+
+    def clear(self, buffers: Buffers) -> None:
+        for path, step in self.inner.items():
+            step.clear(part_under(buffers, path))
+
+    def load(self, buffers: Buffers, state: dict[str, Tensor], position: Tensor) -> int:
+        return max(
+            step.load(part_under(buffers, path), part_under(state, path), position) for path, step in self.inner.items()
+        )
+
+    def export(self, buffers: Buffers, progress: Progress) -> dict[str, Tensor]:
+        parts = {path: step.export(part_under(buffers, path), progress) for path, step in self.inner.items()}
+        return {f"{path}.{name}": x for path, part in parts.items() for name, x in part.items()}
+
+    def tables(self) -> Sequence[Any]:
+        return [table for step in self.inner.values() for table in step.tables()]
+
+
+def part_under(tensors: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
+    """Those whose names begin with ``path.``, without that."""
+    prefix = f"{path}."
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}

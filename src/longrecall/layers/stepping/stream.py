@@ -1,0 +1,161 @@
+"""The residual stream of one decoding step: norms, products and additions are asked for through it, to be fused.
+
+How far they are fused depends on the batch size: for a handful of rows norms and additions happen inside the products,
+for larger batches a library's products are faster and only what stands between them is fused.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrecall.layers.mlp import SwiGLU
+from longrecall.layers.norm import RMSNorm
+
+FEW_ROWS = 4
+"""Up to this batch size products are fused with what stands around them; beyond, a library's are faster."""
+
+
+class Stream:
+    """The residual stream ``[B, d]`` of one decoding step, in plain torch.
+
+    Norms and products are asked for through it, so that they can be fused with each other.
+    """
+
+    fused: ClassVar[bool] = False
+    """Whether kernels serve it, and may be taken for what a layer does between its products."""
+    adds_inside_products: ClassVar[bool] = False
+    """Whether a product is added to the stream by the kernel that forms it."""
+
+    def __init__(self, x: Tensor, dtype: torch.dtype) -> None:
+        self.x, self.dtype = x, dtype
+
+    def normed(self, norm: RMSNorm) -> Tensor:
+        """The normed stream ``[B, d]`` in the weights' dtype."""
+        normed: Tensor = norm(self.x)
+        return normed.to(self.dtype)
+
+    def add(self, y: Tensor) -> None:
+        """Add a layer's output ``[B, d]``."""
+        self.x += y
+
+    def project(self, norm: RMSNorm, weights: list[Tensor]) -> list[Tensor]:
+        """The normed stream times each weight ``[n, d]`` -> ``[B, n]``."""
+        x = self.normed(norm)
+        return [F.linear(x, weight) for weight in weights]
+
+    def add_product(self, y: Tensor, weight: Tensor) -> None:
+        """Add weight ``[d, n]`` times y ``[B, n]``."""
+        self.add(F.linear(y, weight))
+
+    def add_mlp(self, norm: RMSNorm, mlp: SwiGLU) -> None:
+        """Add the MLP of the normed stream."""
+        self.add(mlp(self.normed(norm)))
+
+
+class FusedStream(Stream):
+    """The same in kernels: an output is added together with the next norm."""
+
+    fused = True
+
+    def __init__(self, x: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(x, dtype)
+        self.update: Tensor | None = None
+
+    def normed(self, norm: RMSNorm) -> Tensor:
+        from longrecall.ops.decoding.triton.elementwise import add_norm
+
+        out = torch.empty_like(self.x, dtype=self.dtype)
+        update, self.update = self.update, None
+        return add_norm(self.x, update, norm.weight, norm.eps, out)
+
+    def add(self, y: Tensor) -> None:
+        if self.update is not None:
+            self.x += self.update
+        self.update = y
+
+    def add_mlp(self, norm: RMSNorm, mlp: SwiGLU) -> None:
+        from longrecall.ops.decoding.triton.elementwise import silu_product
+
+        x = self.normed(norm)
+        self.add(mlp.down_proj(silu_product(mlp.gate_proj(x), mlp.up_proj(x))))
+
+
+class FewRowsStream(FusedStream):
+    """The same for a handful of rows: norms and additions happen inside the products."""
+
+    adds_inside_products = True
+
+    def project(self, norm: RMSNorm, weights: list[Tensor]) -> list[Tensor]:
+        from longrecall.ops.decoding.triton.products import norm_and_project
+
+        self._settle()
+        return norm_and_project(self.x, norm.weight, norm.eps, weights)
+
+    def add_product(self, y: Tensor, weight: Tensor) -> None:
+        from longrecall.ops.decoding.triton.products import add_product
+
+        self._settle()
+        add_product(y, weight, self.x)
+
+    def add_mlp(self, norm: RMSNorm, mlp: SwiGLU) -> None:
+        from longrecall.ops.decoding.triton.products import norm_and_gate_up
+
+        self._settle()
+        y = norm_and_gate_up(self.x, norm.weight, norm.eps, mlp.gate_proj.weight, mlp.up_proj.weight)
+        self.add_product(y, mlp.down_proj.weight)
+
+    def _settle(self) -> None:
+        if self.update is not None:
+            self.x += self.update
+            self.update = None
+
+
+class InnerStream(Stream):
+    """The stream that a layer inside another layer sees: its output ``[B, d]`` is kept instead of being added.
+
+    It reads from `stream`. The last product of the inner layer is put off in `product`: the outer layer may form it
+    together with a product of its own. Products of the same input with the weights `more`, which the outer layer needs,
+    are formed in one launch with the first ones of the inner layer, and left in `rest`.
+    """
+
+    def __init__(self, stream: Stream, more: list[Tensor]) -> None:
+        super().__init__(stream.x, stream.dtype)
+        self.stream, self.more = stream, more
+        self.rest: list[Tensor] | None = None
+        self.found: Tensor | None = None
+        self.product: tuple[Tensor, Tensor] | None = None
+
+    def normed(self, norm: RMSNorm) -> Tensor:
+        return self.stream.normed(norm)
+
+    def project(self, norm: RMSNorm, weights: list[Tensor]) -> list[Tensor]:
+        if self.rest is not None or any(x.dtype != weights[0].dtype for x in self.more):
+            return self.stream.project(norm, weights)
+        found = self.stream.project(norm, [*weights, *self.more])
+        self.rest = found[len(weights) :]
+        return found[: len(weights)]
+
+    def projected(self, norm: RMSNorm) -> list[Tensor]:
+        """The products with `more`, formed now if the inner layer has not asked for any."""
+        return self.stream.project(norm, self.more) if self.rest is None else self.rest
+
+    def add(self, y: Tensor) -> None:
+        self.found = y if self.found is None else self.found + y
+
+    def add_product(self, y: Tensor, weight: Tensor) -> None:
+        if self.found is None and self.product is None:
+            self.product = (y, weight)
+        else:
+            super().add_product(y, weight)
+
+    def result(self) -> Tensor:
+        """The inner layer's output ``[B, d]``, with the product that was put off."""
+        if self.product is not None:
+            self.add(F.linear(*self.product))
+            self.product = None
+        assert self.found is not None
+        return self.found
