@@ -1,0 +1,156 @@
+"""The speeds that a rebuild of the code must keep: this checkout beside another one, in one run on one GPU.
+
+    git worktree add ../before 6c26994
+    python benchmarks/gpu_before_after.py --before ../before --out benchmarks/results/gpu_before_after.json
+
+Both trees are measured by this script, each in processes of its own (`--measure` is such a process), in turns: before,
+after, after, before, and so on. A row has the median of every process, the median of those, and the ratio after/before.
+bfloat16, medians of CUDA events. Only what both trees offer is used: layers, models and `generate()`'s captured parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+ROOT = Path(__file__).parent.parent
+E8 = {"type": "gated_delta_net", "num_heads": 8, "key_dim": 128, "value_dim": 128}
+E8 |= {"expansion": {"kind": "headwise", "factor": 8}}
+MODEL = "gated_delta_net_400m"
+
+
+def captured_parts() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """`captured_step`, `captured_segments` and `read_prompt`, wherever the tree that is imported keeps them."""
+    try:
+        reading = importlib.import_module("longrecall.inference.reading")
+        return reading.captured_step, reading.captured_segments, reading.read_prompt
+    except ModuleNotFoundError:
+        decoding = importlib.import_module("longrecall.models.decoding")
+        read_prompt = importlib.import_module("longrecall.models.prefill").read_prompt
+        return decoding.captured_step, decoding.captured_segments, read_prompt
+
+
+def layer_times() -> dict[str, float]:
+    """Milliseconds forward and backward of a layer with eight subheads at 8 x 4096."""
+    import torch
+    from gpu_timing import median_ms
+
+    from longrecall.layers.mixers.registry import mixer_config
+
+    with torch.device("cuda"):
+        layer = mixer_config(E8).build(1024).to(torch.bfloat16)
+        x = torch.randn(8, 4096, 1024, dtype=torch.bfloat16, requires_grad=True)
+        position, weight = torch.zeros(8, dtype=torch.long), torch.randn_like(x)
+    leaves = [x, *layer.parameters()]
+
+    def work() -> None:
+        y, _ = layer(x, None, mask=None, position=position)
+        torch.autograd.grad(y, leaves, weight)
+
+    return {"layer E 8, forward + backward": median_ms(work, repeats=30, warmup=5)}
+
+
+def model_times() -> dict[str, float]:
+    """Milliseconds of a training step of the 400M model, and of its decoding and prefill."""
+    import torch
+    from gpu_timing import median_ms
+
+    from longrecall.models.description import read_description
+    from longrecall.models.recurrent_lm import RecurrentLM
+
+    found: dict[str, float] = {}
+    config = read_description(ROOT / "recipes" / "configs" / f"{MODEL}.json")
+    with torch.device("cuda"):
+        model = RecurrentLM(config).to(torch.bfloat16)
+    ids = torch.randint(0, config.vocab_size, (8, 4096), device="cuda")
+
+    def train() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(input_ids=ids, labels=ids, use_cache=False, loss_only=True).loss.backward()
+
+    found["400M training step, 8 x 4096"] = median_ms(train, repeats=8, warmup=3)
+    for parameter in model.parameters():
+        parameter.grad = None
+    model.eval()
+    captured_step, captured_segments, read_prompt = captured_parts()
+    prompt = ids[:1]
+    with torch.inference_mode():
+        for batch in (1, 256):
+            step = captured_step(model, batch)
+            step.ids.random_(0, config.vocab_size)
+            found[f"400M captured decoding, batch {batch}"] = median_ms(step, repeats=200, warmup=10)
+        segments = captured_segments(model, 1)
+        found["400M prefill 1 x 4096, captured"] = median_ms(lambda: read_prompt(model, segments, prompt, None), 30, 5)
+        call = lambda: model(prompt, logits_to_keep=1, use_cache=True)  # noqa: E731
+        found["400M prefill 1 x 4096, plain call"] = median_ms(call, repeats=20, warmup=5)
+    return found
+
+
+def measure() -> dict[str, float]:
+    """Milliseconds of every row, by the longrecall that this process imports."""
+    import torch
+
+    torch.manual_seed(0)
+    return layer_times() | model_times()
+
+
+def run(tree: Path) -> dict[str, float]:
+    """`measure` in a process that imports longrecall from `tree`."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree / "src"), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, __file__, "--measure"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"measuring {tree} failed:\n{done.stderr[-3000:]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, help="the other checkout")
+    parser.add_argument("--commit", default="6c26994", help="its commit, for the record [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=4, help="processes of each tree [%(default)s]")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--measure", action="store_true", help="measure what is imported, print JSON")
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(measure()))
+        return
+    if args.before is None or not (args.before / "src" / "longrecall").is_dir():
+        parser.error("--before: a checkout of longrecall")
+    from gpu_timing import Rows
+
+    rows = Rows("gpu_before_after", args.out)
+    rows.result["before"] = args.commit
+    trees = {"before": args.before.resolve(), "after": ROOT}
+    runs: dict[str, list[dict[str, float]]] = {"before": [], "after": []}
+    for index in range(args.rounds):
+        for name in ("before", "after") if index % 2 == 0 else ("after", "before"):
+            runs[name].append(run(trees[name]))
+            print(name, json.dumps(runs[name][-1]), flush=True)
+    for row in runs["after"][0]:
+        times = {name: [one[row] for one in found] for name, found in runs.items()}
+        middle = {name: statistics.median(values) for name, values in times.items()}
+        ratio = middle["after"] / middle["before"]
+        rows.add(
+            row,
+            before_ms=middle["before"],
+            after_ms=middle["after"],
+            ratio=ratio,
+            **{f"{k}s": v for k, v in times.items()},
+        )
+
+
+if __name__ == "__main__":
+    main()
