@@ -14,8 +14,12 @@ from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 from tests.conftest import RECURRENT
 
-# The compiler looks at .grad of every tensor it is given, also where that warns.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+pytestmark = [
+    # The compiler looks at .grad of every tensor it is given, also where that warns.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    # The compiler's advice to users of such a GPU; the comparison wants full float32.
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32:UserWarning"),
+]
 
 KINDS = ("gla_conv", "gated_delta_net", "kda", "mamba2", "mamba")
 """One for each recurrence, all with convolutions: compiling takes seconds."""

@@ -128,6 +128,8 @@ def test_kernels_are_chosen_and_can_be_captured_in_a_graph() -> None:
     assert torch.equal(captured, expected)
 
 
+# The compiler looks at .grad of every tensor it is given, also where that warns.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_functions_may_call_kernels() -> None:
     op, inputs = make("head_decay", 100, torch.float32, sizes=(1, 2, 16, 16))
     leaves = [x.requires_grad_() for x in on_gpu(inputs)]
