@@ -22,11 +22,11 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return named or any(words in str(error) for words in _NO_MEMORY)
 
 
-def did_you_mean(name: str, choices: Iterable[str], most: int = 1) -> str:
+def did_you_mean(name: str, choices: Iterable[str], most: int = 1, cutoff: float = 0.5) -> str:
     """Return ``' Did you mean "x"?'`` for the choice nearest to `name`, or an empty string when none is near.
 
-    `most` choices are named at most, the nearest first.
+    `most` choices are named at most, the nearest first; `cutoff` is how alike they must be, from 0 to 1.
     """
-    near = difflib.get_close_matches(name, list(choices), n=most, cutoff=0.5)
+    near = difflib.get_close_matches(name, list(choices), n=most, cutoff=cutoff)
     named = " or ".join(f'"{choice}"' for choice in near)
     return f" Did you mean {named}?" if near else ""

@@ -281,7 +281,7 @@ HUB_ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
 def fake_hub(monkeypatch: pytest.MonkeyPatch, rows: dict[tuple[str, str | None], list[Any]]) -> None:
     """Stands in for the hub: `load_dataset` finds these rows by path and config."""
 
-    def load_dataset(path: str, config: str | None = None, *, split: str) -> list[Any]:
+    def load_dataset(path: str, config: str | None = None, *, split: str, trust_remote_code: bool) -> list[Any]:
         return rows[path, config]
 
     monkeypatch.setitem(__import__("sys").modules, "datasets", SimpleNamespace(load_dataset=load_dataset))

@@ -262,8 +262,8 @@ def test_rows_of_the_hub(monkeypatch: pytest.MonkeyPatch, dataset: str) -> None:
     raw, rows = HUB[dataset]
     source = SOURCES[dataset]
 
-    def load_dataset(path: str, config: str | None, *, split: str) -> list[Any]:
-        assert (path, config, split) == source[:3]
+    def load_dataset(path: str, config: str | None, *, split: str, trust_remote_code: bool) -> list[Any]:
+        assert (path, config, split, trust_remote_code) == (*source[:3], False)
         return [raw, {"unknown": 1}]
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))

@@ -185,7 +185,7 @@ def test_checkpoint_without_tokenizer(make_recipe: MakeRecipe, base: Path) -> No
         path.unlink()
     assert run_recipe(make_recipe(), dry_run=True).steps == 6  # 258 tokens: the embedded byte tokenizer
     (base / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"the tokenizer in .* cannot be read"):
+    with pytest.raises(UserError, match=r"cannot load the tokenizer in "):
         run_recipe(make_recipe(), dry_run=True)
 
 

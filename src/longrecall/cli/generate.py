@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     text = _prompt(args)
     import longrecall
-    from longrecall.evaluation.checkpoint import load_tokenizer
     from longrecall.files import check_no_input, check_writable
-    from longrecall.models.checkpoint import check_no_part
+    from longrecall.models.checkpoint import check_no_part, open_checkpoint
+    from longrecall.models.checkpoint_tokenizer import load_tokenizer
     from longrecall.models.loading import preferred_device
 
     if args.save_state is not None:
@@ -62,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
         check_no_input(args.save_state, [args.prompt_file], elsewhere)
         check_no_part(args.save_state, args.checkpoint, elsewhere)
         check_writable(args.save_state, elsewhere)  # before hours of reading, not after
+    checkpoint = open_checkpoint(args.checkpoint)
+    tokenizer = load_tokenizer(checkpoint.path, checkpoint.config.vocab_size)
     model = longrecall.load(args.checkpoint, dtype=args.dtype, device=preferred_device(args.device))
-    tokenizer = load_tokenizer(args.checkpoint, int(model.config.vocab_size))
     start = None if args.load_state is None else longrecall.RecurrentState.load(args.load_state, model)
     # What follows a kept state is no beginning: it gets no token that marks one. A learned state has read nothing.
     tokens = list(tokenizer.encode(text, add_special_tokens=start is None or start.length == 0))

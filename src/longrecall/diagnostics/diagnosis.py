@@ -23,11 +23,11 @@ from longrecall.diagnostics.position_perplexity import PositionLosses, position_
 from longrecall.diagnostics.state_statistics import StateStatistics, has_recurrent_state, log_positions
 from longrecall.diagnostics.streaming import Observer, Segment, read, segment_size, text_windows
 from longrecall.diagnostics.verdict import verdict
-from longrecall.evaluation.checkpoint import load_tokenizer
 from longrecall.evaluation.engine import describe_model
 from longrecall.evaluation.results import SCHEMA, environment, now
 from longrecall.files import check_writable, write_json
 from longrecall.models.checkpoint import open_checkpoint
+from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.loading import load, preferred_device
 from longrecall.tasks.encoding import PieceEncoder
 from longrecall.tasks.passkey import Passkey

@@ -8,36 +8,14 @@ from typing import Any
 
 import torch
 
-from longrecall.errors import UserError
 from longrecall.evaluation.engine import create_tasks, describe_model, evaluate
 from longrecall.evaluation.parallel import Ranks
 from longrecall.files import check_writable
-from longrecall.models.byte_tokenizer import VOCABULARY, byte_tokenizer
 from longrecall.models.checkpoint import open_checkpoint
+from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.compiling import compiled_layers
 from longrecall.models.loading import load, preferred_device
 from longrecall.tasks.registry import Task
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-
-
-def load_tokenizer(folder: str | Path, vocabulary: int) -> Any:
-    """Return the tokenizer of a checkpoint folder; without its files, the byte tokenizer if `vocabulary` fits it.
-
-    Raises `UserError` when there is none, or when its files cannot be read.
-    """
-    folder = Path(folder)
-    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
-        if vocabulary != VOCABULARY:
-            raise UserError(f"{folder} has no tokenizer files; copy tokenizer.json of the original model into it")
-        return byte_tokenizer()
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(str(folder))
-    except Exception as error:  # the tokenizers library raises bare Exception for a broken file
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot load the tokenizer in {folder}: {reason}") from error
 
 
 def evaluate_checkpoint(

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from longrecall.errors import UserError
-from longrecall.evaluation.checkpoint import load_tokenizer
 from longrecall.evaluation.engine import create_tasks, describe_model, evaluate
 from longrecall.evaluation.results import read_result, summarise, summary_intervals
 from longrecall.files import check_writable, write_json
 from longrecall.models.checkpoint import open_checkpoint
+from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.loading import load, preferred_device
 from longrecall.tasks.encoding import PieceEncoder
 from longrecall.tasks.registry import RecallTask, Task

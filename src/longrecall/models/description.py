@@ -12,6 +12,7 @@ from longrecall.errors import UserError, did_you_mean
 from longrecall.files import expand_home
 from longrecall.models.byte_tokenizer import VOCABULARY, byte_tokenizer
 from longrecall.models.checkpoint import CheckpointWriter
+from longrecall.models.checkpoint_tokenizer import read_tokenizer
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.formats import native
 from longrecall.models.formats.weights import read_json
@@ -117,13 +118,7 @@ def _tokenizer(config: RecurrentConfig, tokenizer: str | Path | None) -> tuple[l
     files = sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()})
     if not files:
         raise UserError(f"{folder} holds no tokenizer files; give a checkpoint folder, or {BYTES}")
-    from transformers import AutoTokenizer
-
-    try:
-        size = len(AutoTokenizer.from_pretrained(str(folder)))
-    except Exception as error:  # the tokenizers library raises bare Exception for a broken file
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot load the tokenizer in {folder}: {reason}") from error
+    size = len(read_tokenizer(folder))
     if size > config.vocab_size:
         raise UserError(f"the tokenizer in {folder} has {size} tokens, the model only {config.vocab_size}")
     return files, False

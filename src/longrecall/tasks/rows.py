@@ -64,7 +64,7 @@ def read_hub(
             'hub datasets need datasets; install it with: pip install "longrecall[data]", or give local jsonl files'
         ) from None
     try:
-        data = datasets.load_dataset(name, config, split=split)
+        data = datasets.load_dataset(name, config, split=split, trust_remote_code=False)
     except Exception as error:  # the library raises many unrelated types for one cause: it is not there
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from longrecall.errors import UserError
 from longrecall.files import expand_home
-from longrecall.models.byte_tokenizer import VOCABULARY, byte_tokenizer
 from longrecall.models.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint
+from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.compiling import compiled_layers
 from longrecall.models.loading import materialise, parse_dtype
 from longrecall.surgery.handover import finish_checkpoint, handover_layers
@@ -71,7 +71,7 @@ def run_recipe(
     """
     with _threads(recipe.run.threads):
         source = open_checkpoint(recipe.model.checkpoint)
-        tokenizer = load_tokenizer(source)
+        tokenizer = _tokenizer(source)
         output = expand_home(recipe.run.output)
         _check_apart(output, source.path)
         if dry_run:
@@ -95,23 +95,13 @@ def run_recipe(
         return _finish(job, summary, clock.seconds())
 
 
-def load_tokenizer(source: Checkpoint) -> Any:
-    """Return the checkpoint's tokenizer; without files and with the byte vocabulary, the embedded one.
+def _tokenizer(source: Checkpoint) -> Any:
+    """Return the checkpoint's tokenizer, of which every token must be one of the model's: training may meet them all.
 
     Raises:
-        UserError: there is none, it cannot be read, or it has more tokens than the model.
+        UserError: as `load_tokenizer`, or it has more tokens than the model.
     """
-    names = [path.name for path in source.companion_files()]
-    if any(name.startswith("tokenizer") or name == "vocab.json" for name in names):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(source.path))
-        except Exception as error:  # transformers raises many unrelated types on a bad tokenizer folder
-            reason = " ".join(str(error).split())
-            raise UserError(f"the tokenizer in {source.path} cannot be read: {reason}") from None
-    elif source.config.vocab_size == VOCABULARY:
-        tokenizer = byte_tokenizer()
-    else:
-        raise UserError(f"{source.path} has no tokenizer files; put tokenizer.json and tokenizer_config.json there")
+    tokenizer = load_tokenizer(source.path, source.config.vocab_size)
     if len(tokenizer) > source.config.vocab_size:
         raise UserError(
             f"the tokenizer in {source.path} has {len(tokenizer)} tokens, but the model only {source.config.vocab_size}"

@@ -271,7 +271,9 @@ class HubSource:
         except ImportError:
             raise UserError('hub datasets need datasets; install it with: pip install "longrecall[data]"') from None
         try:
-            data = datasets.load_dataset(self._name, self._config, split=self._split, streaming=True)
+            data = datasets.load_dataset(
+                self._name, self._config, split=self._split, streaming=True, trust_remote_code=False
+            )
             self._data = split_dataset_by_node(data, rank=self._shard.rank, world_size=self._shard.world)
         except Exception as error:  # the library raises many unrelated types for one cause: it is not there
             reason = " ".join(str(error).split()) or type(error).__name__

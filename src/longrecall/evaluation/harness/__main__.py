@@ -2,15 +2,18 @@
 
 It registers the model ``longrecall`` (``--model longrecall --model_args pretrained=CKPT``), lets ``--model hf`` load
 native checkpoints, and adds our tasks (``--tasks longrecall_phonebook,...``) unless ``--include_path`` names others.
-All other arguments are those of ``lm_eval``.
+All other arguments are those of ``lm_eval``. Code that comes with a checkpoint runs only where ``trust_remote_code``
+stands in the arguments: some of the harness's tasks would run a tokenizer's unasked.
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 
 from longrecall.errors import UserError
 from longrecall.evaluation.harness.task import include_path, require_lm_eval
+from longrecall.models.checkpoint_tokenizer import without_checkpoint_code
 
 _COMMANDS = ("run", "ls", "validate")
 
@@ -40,7 +43,9 @@ def main() -> int:
         from lm_eval.__main__ import cli_evaluate
 
         sys.argv = ["lm_eval", *with_tasks(sys.argv[1:])]
-        cli_evaluate()
+        trusted = any("trust_remote_code" in argument for argument in sys.argv)
+        with nullcontext() if trusted else without_checkpoint_code():
+            cli_evaluate()
     except UserError as error:
         print(f"longrecall: {error}", file=sys.stderr)
         return 2

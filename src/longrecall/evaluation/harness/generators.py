@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from longrecall.errors import UserError
 from longrecall.tasks.encoding import GradedSample, PieceEncoder, QuestionSample, answer_spans
 from longrecall.tasks.registry import GradedTask, QuestionTask, create_task
 from longrecall.units import parse_length
@@ -103,8 +102,9 @@ def _as_fields(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer(place: str | None) -> Any:
-    from longrecall.evaluation.checkpoint import load_tokenizer
     from longrecall.models.byte_tokenizer import VOCABULARY, byte_tokenizer
+    from longrecall.models.checkpoint_tokenizer import load_tokenizer, read_tokenizer
+    from longrecall.models.formats.hub import locate_tokenizer
 
     if place is None:
         return byte_tokenizer()
@@ -112,10 +112,4 @@ def _tokenizer(place: str | None) -> Any:
         config = Path(place) / "config.json"
         size = json.loads(config.read_text(encoding="utf-8")).get("vocab_size") if config.exists() else VOCABULARY
         return load_tokenizer(place, int(size or VOCABULARY))
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(place)
-    except Exception as error:  # what transformers raises depends on what is missing
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot load the tokenizer {place}: {reason}") from error
+    return read_tokenizer(locate_tokenizer(place))

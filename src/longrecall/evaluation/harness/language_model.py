@@ -268,8 +268,8 @@ def _pair(before: Sequence[int], after: Sequence[int]) -> tuple[Any, Any]:
 
 def _open(path: str, tokenizer: Any, dtype: str | None, device: str | None) -> tuple[Any, Any]:
 
-    from longrecall.evaluation.checkpoint import load_tokenizer
     from longrecall.models.checkpoint import open_checkpoint
+    from longrecall.models.checkpoint_tokenizer import load_tokenizer
     from longrecall.models.loading import load, preferred_device
 
     checkpoint = open_checkpoint(path)

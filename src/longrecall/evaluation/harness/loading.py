@@ -14,6 +14,7 @@ import torch
 
 from longrecall.errors import UserError
 from longrecall.evaluation.harness.task import HarnessTask, definition_file
+from longrecall.models.checkpoint_tokenizer import without_checkpoint_code
 
 _LOGGER = logging.getLogger("lm_eval")
 _PYTHON_SEED, _OTHER_SEED = 0, 1234
@@ -24,7 +25,8 @@ _PYTHON_SEED, _OTHER_SEED = 0, 1234
 def quiet_and_seeded(seed: int) -> Iterator[None]:
     """Seed the global generators that harness tasks draw from, and keep its log to warnings; put all back after.
 
-    With seed 0 the seeds are the harness's own defaults.
+    With seed 0 the seeds are the harness's own defaults. No code of a checkpoint runs inside: tasks that ask for the
+    tokenizer of the model under test would let it (RULER's do).
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state(), _LOGGER.level
     random.seed(_PYTHON_SEED + seed)
@@ -32,7 +34,8 @@ def quiet_and_seeded(seed: int) -> Iterator[None]:
     torch.manual_seed(_OTHER_SEED + seed)
     _LOGGER.setLevel(logging.ERROR)
     try:
-        yield
+        with without_checkpoint_code():
+            yield
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])

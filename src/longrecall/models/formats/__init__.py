@@ -72,13 +72,19 @@ def detect(raw: dict[str, Any], where: str) -> Format:
         UserError: no format fits; the message lists those there are and the nearest name.
     """
     kind = raw.get("model_type")
-    known = [str(name) for name in FORMATS if name is not None]
     if kind is None and "ssm_cfg" in raw:
         return FORMATS[None]
     if isinstance(kind, str) and kind in FORMATS:
         return FORMATS[kind]
     if kind is None:
-        names = ", ".join(known)
-        raise UserError(f'{where} has neither "model_type" nor "ssm_cfg"; longrecall reads {names} and mamba_ssm')
-    hint = did_you_mean(str(kind), known)
-    raise UserError(f'{where}: model_type "{kind}" is not one longrecall reads ({", ".join(known)}, mamba_ssm).{hint}')
+        raise UserError(f'{where} has neither "model_type" nor "ssm_cfg"; {kinds_read()}')
+    # Only for a slip of the pen: "llama" is no misspelt "gla".
+    hint = did_you_mean(str(kind), [name for name in FORMATS if name is not None], cutoff=0.8)
+    raise UserError(f'{where}: model_type "{kind}" is not a kind of model that longrecall reads.{hint} {kinds_read()}')
+
+
+def kinds_read() -> str:
+    """Return the sentence that lists every kind of checkpoint there is a format for."""
+    named = [entry.model_type for entry in FORMATS.values() if entry.model_type is not None]
+    others = [entry.name for entry in FORMATS.values() if entry.model_type is None]
+    return f"longrecall reads model_type {', '.join(named)}, and checkpoints of {' and '.join(others)}"

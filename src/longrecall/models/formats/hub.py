@@ -52,6 +52,14 @@ def locate(path_or_hub_id: str | Path) -> Path:
     return folder
 
 
+def locate_tokenizer(path_or_hub_id: str | Path) -> Path:
+    """Return the local folder of a tokenizer: as `locate`, but of a hub id no weights are fetched."""
+    path = expand_home(path_or_hub_id)
+    if path.is_dir() or not _HUB_ID.fullmatch(str(path_or_hub_id)):
+        return path
+    return _download(str(path_or_hub_id), ["config.json", *COMPANION_PATTERNS])
+
+
 def _download(repository: str, patterns: list[str]) -> Path:
     import huggingface_hub
 
