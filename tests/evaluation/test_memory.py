@@ -88,14 +88,14 @@ def attention_model() -> RecurrentLM:
 def test_lengths_that_cannot_fit_are_refused_before_the_work(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, length: int, memory_bytes: int, words: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(memory, "_machine_memory", lambda: memory_bytes)
+    monkeypatch.setattr(memory, "machine_memory", lambda: memory_bytes)
     with pytest.raises(UserError, match=re.escape(words)):
         evaluate(attention_model(), tokenizer, ["passkey"], [length], 1, out=tmp_path / "r.json")
     assert not list(tmp_path.iterdir())
 
 
 def test_lengths_that_just_fit_are_not_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_machine_memory", lambda: 512 * 128)
+    monkeypatch.setattr(memory, "machine_memory", lambda: 512 * 128)
     options = {"passkey": {"depths": (0.5,)}}
     assert evaluate(attention_model(), tokenizer, ["passkey"], [512], 1, options=options, progress=False)["results"]
 
@@ -103,11 +103,11 @@ def test_lengths_that_just_fit_are_not_refused(tokenizer: Any, monkeypatch: pyte
 def test_a_recurrent_model_is_refused_for_its_tokens_alone(
     model: RecurrentLM, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_machine_memory", lambda: 512 * 32)
+    monkeypatch.setattr(memory, "machine_memory", lambda: 512 * 32)
     options = {"passkey": {"depths": (0.5,)}}
     assert evaluate(model, tokenizer, ["passkey"], [512], 1, options=options, progress=False)["results"]
 
 
 def test_the_memory_of_this_machine_is_known() -> None:
-    found = memory._machine_memory()
+    found = memory.machine_memory()
     assert found is not None and 2**28 < found < 2**50

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from tqdm import tqdm
 from longrecall.errors import UserError, ran_out_of_memory
 from longrecall.models.accounting import key_value_cache_size
 from longrecall.models.config import RecurrentConfig
+from longrecall.models.limits import machine_memory
 from longrecall.units import format_length
 
 _T = TypeVar("_T")
@@ -113,7 +113,7 @@ def check_fits(model: Any, task: str, cell: Mapping[str, Any]) -> None:
     """
     tokens = next((int(cell[key]) for key in ("length", "end", "distance") if isinstance(cell.get(key), int)), 0)
     here = f"{task}: length {format_length(tokens)}"
-    memory = _machine_memory()
+    memory = machine_memory()
     if memory is not None and tokens * _SAMPLE_BYTES > memory:
         _refuse(f"{here} takes", tokens * _SAMPLE_BYTES, memory, "for its tokens alone", "this machine")
     kept = _kept_numbers(model.config, tokens)
@@ -131,11 +131,3 @@ def _refuse(what: str, needed: int, memory: int, why: str, where: str) -> None:
     raise UserError(
         f"{what} {needed / 2**30:.1f} GiB {why}, but {where} has {memory / 2**30:.1f} GiB; use shorter --lengths"
     )
-
-
-def _machine_memory() -> int | None:
-    """Return the bytes of memory that this machine has; None where the system does not tell."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None

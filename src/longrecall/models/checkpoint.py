@@ -37,6 +37,7 @@ from longrecall.models.formats.weights import (
     open_weights,
     read_json,
 )
+from longrecall.models.limits import check_numbers
 from longrecall.models.surgery_records import SURGERY_FILE, read_surgery
 
 if TYPE_CHECKING:
@@ -141,9 +142,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     where = str(folder / "config.json")
     raw = read_json(folder / "config.json")
     form = detect(raw, where)
-    layout = form.layout(raw, where)
+    try:
+        layout = form.layout(raw, where)
+        shapes = layout.config.tensor_shapes()
+        check_numbers(shapes.values(), "the model")
+        check_numbers([[layout.config.state_size()]], "the state of a sequence")
+    except UserError as error:
+        raise error if str(error).startswith(where) else UserError(f"{where}: {error}") from None
     weights = open_weights(folder, form.allow_torch)
-    shapes = layout.config.tensor_shapes()
     found = match(folder, layout, weights)
     return Checkpoint(folder, form.name, read_surgery(folder / SURGERY_FILE), layout, weights, found, shapes)
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from longrecall.errors import UserError, did_you_mean
 from longrecall.layers.mixers.base import MixerConfig
 from longrecall.layers.mixers.registry import mixer_config
+from longrecall.models.limits import check_count, check_mixers
 from longrecall.models.value_checks import check_flag, check_mixer_values, check_number, check_whole
 
 LAYER_KEYS = ("mixer", "mlp_size")
@@ -74,6 +75,8 @@ class RecurrentConfig(PreTrainedConfig):
         initializer_range: float = 0.02,
         **kwargs: Any,
     ) -> None:
+        check_count("layers", len(layers))
+        check_mixers(layers)
         check_whole("vocab_size", vocab_size)
         check_whole("hidden_size", hidden_size)
         check_number("norm_eps", norm_eps, positive=True)
@@ -114,10 +117,14 @@ class RecurrentConfig(PreTrainedConfig):
         """Name -> shape of every tensor of a checkpoint, in the order of docs/architecture.md."""
         d = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embeddings.weight": (self.vocab_size, d)}
+        # Equal layers have equal tensors; a module is built for every other one.
+        known: dict[MixerConfig, dict[str, tuple[int, ...]]] = {}
         for index, layer in enumerate(self.layer_configs()):
             prefix = f"model.layers.{index}."
             shapes[f"{prefix}mixer_norm.weight"] = (d,)
-            for name, shape in layer.mixer.tensor_shapes(d).items():
+            if layer.mixer not in known:
+                known[layer.mixer] = layer.mixer.tensor_shapes(d)
+            for name, shape in known[layer.mixer].items():
                 shapes[f"{prefix}mixer.{name}"] = shape
             if layer.mlp_size:
                 shapes[f"{prefix}mlp_norm.weight"] = (d,)

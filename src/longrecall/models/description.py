@@ -16,6 +16,7 @@ from longrecall.models.checkpoint_tokenizer import read_tokenizer
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.formats import native
 from longrecall.models.formats.weights import read_json
+from longrecall.models.limits import LAYERS, check_memory, check_numbers
 from longrecall.models.recurrent_lm import RecurrentLM
 
 BYTES = "bytes"
@@ -27,7 +28,6 @@ TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.t
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OF_CHECKPOINTS = ("architectures", "dtype", "transformers_version")
 """What the config.json of a written checkpoint says beside the model: a description may, and it changes nothing."""
-_MOST_LAYERS = 10_000
 
 
 def is_description(path: str | Path) -> bool:
@@ -63,8 +63,10 @@ def _repeated(layers: Any, where: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for layer in layers:
         count = layer.get("repeat", 1)
-        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MOST_LAYERS:
-            raise UserError(f'{where}: "repeat" must be a whole number from 1 to {_MOST_LAYERS}, got {count!r}')
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= LAYERS:
+            raise UserError(f'{where}: "repeat" must be a whole number from 1 to {LAYERS}, got {count!r}')
+        if len(found) + count > LAYERS:
+            raise UserError(f'{where}: "layers" are more than {LAYERS} with their "repeat"')
         found += [{key: value for key, value in layer.items() if key != "repeat"}] * count
     return found
 
@@ -92,6 +94,8 @@ def initialise(
     Raises:
         UserError: a folder that cannot be written, or a tokenizer that is not there or larger than the vocabulary.
     """
+    numbers = check_numbers(config.tensor_shapes().values(), "the model")
+    check_memory(numbers * max(dtype.itemsize, torch.get_default_dtype().itemsize), "the model")
     files, embedded = _tokenizer(config, tokenizer)
     with CheckpointWriter(folder, force=force) as writer:
         writer.set_config(config)

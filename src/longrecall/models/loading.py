@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from longrecall.errors import UserError, did_you_mean
+from longrecall.models.accounting import STATE_BYTES
 from longrecall.models.checkpoint import Checkpoint, open_checkpoint
+from longrecall.models.limits import check_memory
 from longrecall.models.recurrent_lm import RecurrentLM
 
 _DTYPES = {
@@ -60,6 +63,7 @@ def materialise(
     checkpoint: Checkpoint, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> RecurrentLM:
     """Build the model of an open checkpoint; beside it only one tensor is in memory at a time."""
+    _check_room(checkpoint, dtype, device)
     with torch.device("meta"):
         model = RecurrentLM(checkpoint.config)
     buffers = dict(model.named_buffers())
@@ -76,6 +80,15 @@ def materialise(
         raise RuntimeError(f"{left[0]} is in the model but not in config.tensor_shapes()")
     nn.Module.train(model, False)
     return model
+
+
+def _check_room(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device | str) -> None:
+    """Raise UserError when the weights and the state of one sequence cannot be in memory at once."""
+    weights = sum(
+        math.prod(checkpoint.shape(name)) * (dtype or checkpoint.dtype(name)).itemsize for name in checkpoint.names()
+    )
+    state = STATE_BYTES * checkpoint.config.state_size()
+    check_memory(weights + state, f"the model in {checkpoint.path}, with the state of one sequence,", device)
 
 
 def preferred_device(device: str | None = None) -> str:

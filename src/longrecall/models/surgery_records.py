@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longrecall.errors import UserError
+from longrecall.models.limits import check_nesting, read_description_text
 
 SURGERY_FILE = "surgery.json"
 
@@ -38,9 +39,10 @@ def read_surgery(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     try:
-        records = json.loads(path.read_text(encoding="utf-8"))
+        records = json.loads(read_description_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error})") from None
+    check_nesting(records, str(path))
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise UserError(f"{path} must hold a list of surgery records")
     for index, record in enumerate(records):

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, get_args, get_type_hints
 
 from longrecall.errors import UserError
 from longrecall.layers.mixers.registry import MIXERS
-
-MOST = 2**31 - 1
-"""No size, count or length is larger: beyond it products of sizes leave what tensors can count."""
+from longrecall.models.limits import check_count
 
 LARGEST = 1e18
 """No other number is larger in size: beyond it whole numbers do not fit what torch takes."""
@@ -25,12 +22,11 @@ _POSITIVE = ("norm_eps", "rope_theta", "gate_divisor")
 
 
 def check_whole(name: str, value: object, least: int = 1) -> None:
-    """Raise UserError unless `value` is a whole number from `least` to `MOST`; true and false are none."""
+    """Raise UserError unless `value` is a whole number from `least` to the limit of `name`; true, false are none."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         kind = "a positive whole number" if least == 1 else f"a whole number from {least}"
         raise UserError(f'"{name}" is {value!r}; it must be {kind}')
-    if value > MOST:
-        raise UserError(f'"{name}" is {value}; it must be at most {MOST}')
+    check_count(name, value)
 
 
 def check_number(name: str, value: object, *, positive: bool = False) -> None:
@@ -99,14 +95,19 @@ def _check(name: str, value: object, types: tuple[Any, ...]) -> None:
 
 
 def _check_limits(name: str, value: object) -> None:
-    """A lower and an upper limit; the upper one may be infinite, which JSON also writes as null."""
+    """A lower and an upper limit; the upper one may be as large as it likes, infinite, or null."""
     pair = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
-    if len(pair) != 2 or not _is_number(pair[0]) or not (pair[1] in (None, math.inf) or _is_number(pair[1])):
+    if len(pair) != 2 or not (_is_real(pair[0]) and (pair[1] is None or _is_real(pair[1]))):
         raise UserError(f'"{name}" is {value!r}; it must be two numbers, a lower and an upper limit')
+    if not _is_number(pair[0]):
+        raise UserError(f'"{name}" is {value!r}; the lower limit must be at most {LARGEST:g} in size')
     if pair[1] is not None and pair[0] > pair[1]:
         raise UserError(f'"{name}" is {value!r}; it must be two numbers, a lower and an upper limit in this order')
 
 
+def _is_real(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value  # NaN is not itself
+
+
 def _is_number(value: object) -> TypeGuard[float]:
-    # The comparison is false for NaN too.
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+    return _is_real(value) and abs(value) <= LARGEST

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,6 +19,9 @@ from longrecall.layers.stepping.step import Buffers, MixerStep, PlainStep, Step,
 from longrecall.layers.stepping.stream import Stream
 from longrecall.ops import gated_linear_attention
 from longrecall.ops.linear_attention.stepped_values import stepped_values
+
+_NO_LIMIT = 1e18
+"""A time step is never as long: every upper limit from here on means that there is none."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Mamba2Config(MixerConfig):
     conv_bias: bool = True
     proj_bias: bool = False
     time_step_limit: tuple[float, float | None] = (0.0, None)
-    """Smallest and largest time step after the softplus; None = no upper limit (infinity is read as None)."""
+    """Smallest and largest time step after the softplus; None = no upper limit, as is read from 1e18 on."""
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
@@ -48,7 +50,9 @@ class Mamba2Config(MixerConfig):
         self._require_multiple("inner_dim", "head_dim")
         self._require_multiple("num_heads", "groups")
         low, high = self.time_step_limit
-        object.__setattr__(self, "time_step_limit", (float(low), None if high in (None, math.inf) else float(high)))
+        # Compared before it is converted: a whole number may be larger than any float.
+        limits = (float(low), None if high is None or high >= _NO_LIMIT else float(high))
+        object.__setattr__(self, "time_step_limit", limits)
 
     @property
     def num_heads(self) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable
 from typing import Any
 
 from longrecall.errors import UserError, did_you_mean
+from longrecall.models.limits import check_count
+from longrecall.models.value_checks import LARGEST
 
 _MISSING = object()
 
@@ -77,7 +80,8 @@ _WITHOUT_EFFECT = frozenset(
 def plain_number(value: object) -> object:
     """Undo how transformers writes infinities into JSON: ``{"__float__": "Infinity"}`` -> ``inf``."""
     if isinstance(value, dict) and set(value) == {"__float__"}:
-        return float(str(value["__float__"]).replace("Infinity", "inf"))
+        with contextlib.suppress(ValueError):
+            return float(str(value["__float__"]).replace("Infinity", "inf"))
     return value
 
 
@@ -104,12 +108,16 @@ class Fields:
         return self.raw.get(name, default)
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """Return a whole number >= `least`; without a default the key must be there."""
+        """Return a whole number from `least` to the limit of `name`; without a default the key must be there."""
         value = self.get(name, _MISSING if default is None else default)
         if value is _MISSING:
             raise UserError(f'{self.where}: "{name}" is missing; it must be a whole number >= {least}')
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.fail(name, f"it must be a whole number >= {least}")
+        try:
+            check_count(name, value)
+        except UserError as error:
+            raise UserError(f"{self.where}: {error}") from None
         return value
 
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
@@ -117,10 +125,13 @@ class Fields:
         return default if self.get(name) is None else self.integer(name)
 
     def number(self, name: str, default: float) -> float:
-        """Return a finite number > 0."""
+        """Return a finite number > 0, of at most `LARGEST`."""
         value = plain_number(self.get(name, default))
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        # The comparisons are false for NaN too.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self.fail(name, "it must be a finite number > 0")
+        if value > LARGEST:
+            raise self.fail(name, f"it must be at most {LARGEST:g}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -142,7 +153,12 @@ class Fields:
         """Return a pair [low, high] with 0 <= low <= high; the default is [0, inf]."""
         value = self.get(name, [0.0, math.inf])
         pair = [plain_number(end) for end in value] if isinstance(value, list | tuple) else []
-        numbers = [float(end) for end in pair if isinstance(end, int | float) and not isinstance(end, bool)]
+        numbers = [
+            # A whole number may be larger than any float, and no step is ever as long.
+            float(end) if abs(end) <= LARGEST else math.inf if end > 0 else -math.inf
+            for end in pair
+            if isinstance(end, int | float) and not isinstance(end, bool) and end == end
+        ]
         if len(pair) != 2 or len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1]:
             raise self.fail(name, "it must be two numbers, 0 <= low <= high")
         return numbers

@@ -13,6 +13,7 @@ from longrecall.errors import UserError
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.formats.fields import Fields
 from longrecall.models.formats.sources import Layout, Source, repeat_heads, squeeze_conv
+from longrecall.models.value_checks import LARGEST
 
 # Rotary frequencies are computed from the config; old versions stored them.
 _COMPUTED = ("rotary.inv_freq", "rotary_emb.inv_freq")
@@ -105,7 +106,7 @@ def mlp_width(hidden_size: int, ratio: object, given: int | None) -> int:
     if given is not None:
         return given
     ratio = 4 if ratio is None else ratio
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or ratio <= 0:
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= LARGEST:
         raise UserError(f'"hidden_ratio" is {ratio!r}; it must be a number > 0')
     return 256 * -(-int(hidden_size * ratio * 2 / 3) // 256)
 

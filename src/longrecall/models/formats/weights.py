@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickletools
+import re
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,10 +15,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longrecall.errors import UserError
+from longrecall.models.limits import DESCRIPTION_BYTES, SHARDS, TENSORS, check_nesting, read_description_text
+from longrecall.units import format_bytes
 
 SAFETENSORS_FILE = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 TORCH_FILE = "pytorch_model.bin"
+
+_CALLS = frozenset({"GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"})
+"""How a pickle names what it calls."""
+
+_TENSOR_CALLS = re.compile(r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch \w+Storage")
+"""What a pickle of named tensors calls."""
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -41,7 +52,7 @@ class Weights(Protocol):
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; UserError when the file is missing, empty, not UTF-8, not JSON or not an object."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_description_text(path)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; a checkpoint folder needs it") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -52,6 +63,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid JSON ({error}); the file may be empty or damaged") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    check_nesting(value, str(path))
     return value
 
 
@@ -76,6 +88,7 @@ class SafetensorsWeights:
     def _scan(self, path: Path, promised: set[str] | None) -> None:
         if not path.is_file():
             raise UserError(f"{path} does not exist, but the index names it; the checkpoint is incomplete")
+        _check_header(path)
         try:
             with safe_open(str(path), framework="pt", device="cpu") as handle:
                 headers = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (no mapping)
@@ -89,6 +102,8 @@ class SafetensorsWeights:
             problem = "is missing, but the index promises it" if name in promised else "is not in the index"
             raise UserError(f'{path}: tensor "{name}" {problem}')
         self._info.update(found)
+        if len(self._info) > TENSORS:
+            raise UserError(f"{path}: the checkpoint has more than {TENSORS} tensors; no model has")
         self._file.update(dict.fromkeys(found, path))
 
     def names(self) -> list[str]:
@@ -118,12 +133,41 @@ class SafetensorsWeights:
         return tensor
 
 
+def _check_header(path: Path) -> None:
+    """Raise UserError when the header of a safetensors file, which is read whole, is larger than any model's."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if DESCRIPTION_BYTES < size < path.stat().st_size:
+        raise UserError(
+            f"{path} has a header of {format_bytes(size)}; longrecall reads at most {format_bytes(DESCRIPTION_BYTES)}"
+        )
+
+
+def _check_torch_file(path: Path) -> None:
+    """Raise ValueError when reading a torch file could take more memory than the file has bytes.
+
+    ``weights_only=True`` keeps code from running, but it lets a few bytes ask for an array of any size.
+    """
+    with zipfile.ZipFile(path) as archive:
+        for part in archive.infolist():
+            if part.compress_type != zipfile.ZIP_STORED:
+                raise ValueError("it has compressed parts, which torch never writes")
+            if not part.filename.endswith("data.pkl"):
+                continue
+            if part.file_size > DESCRIPTION_BYTES:
+                raise ValueError(f"its list of tensors is larger than {format_bytes(DESCRIPTION_BYTES)}")
+            for code, argument, _ in pickletools.genops(archive.read(part)):
+                if code.name in _CALLS and not _TENSOR_CALLS.fullmatch(str(argument)):
+                    raise ValueError(f"it calls {argument or code.name}")
+
+
 class TorchWeights:
     """A `pytorch_model.bin` in torch's zip format, memory-mapped, unpickled with ``weights_only=True``."""
 
     def __init__(self, path: Path) -> None:
         self.files = [path]
         try:
+            _check_torch_file(path)
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # torch raises half a dozen unrelated types on a bad or dangerous file
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -170,6 +214,8 @@ def _read_index(path: Path) -> dict[str, set[str] | None]:
         names = shards.setdefault(file, set())
         if names is not None:
             names.add(name)
+    if len(shards) > SHARDS:
+        raise UserError(f"{path} names {len(shards)} weight files; longrecall reads at most {SHARDS}")
     return dict(sorted(shards.items()))
 
 
