@@ -70,6 +70,11 @@ def run(args: argparse.Namespace) -> int:
     tokens = list(tokenizer.encode(text, add_special_tokens=start is None or start.length == 0))
     if not tokens:
         raise UserError("the prompt is empty; give at least one character to continue")
+    if max(tokens) >= model.config.vocab_size:
+        raise UserError(
+            f'the prompt has "{tokenizer.decode([max(tokens)])}", token {max(tokens)}, but the model in '
+            f"{checkpoint.path} has only the tokens 0 to {model.config.vocab_size - 1}; leave it out"
+        )
     state = read(model, tokens[:-1], start, progress=not args.json)
     after = read_last(model, tokens[-1], state)
     if args.save_state is not None:

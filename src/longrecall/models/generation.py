@@ -15,6 +15,7 @@ from transformers import GenerationMixin
 
 from longrecall.errors import UserError
 from longrecall.models.captured_steps import CapturedSteps
+from longrecall.models.token_ids import check_prompt
 
 
 @dataclass
@@ -58,6 +59,16 @@ class RecurrentGeneration(GenerationMixin):
     decoding: DecodingOptions
     captured_steps: CapturedSteps
     sample_loop: ClassVar[SampleLoop | None] = None
+
+    def _prepare_model_inputs(self, *args: Any, **options: Any) -> Any:
+        """What transformers' `generate` begins with, once a call.
+
+        Raises:
+            UserError: a prompt without rows or tokens, or with ids that the model has not.
+        """
+        found = cast(Any, super())._prepare_model_inputs(*args, **options)
+        check_prompt(found[0], cast(Any, self).get_input_embeddings())
+        return found
 
     def _sample(
         self,

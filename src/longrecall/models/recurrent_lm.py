@@ -22,7 +22,13 @@ from longrecall.models.config import LayerConfig, RecurrentConfig
 from longrecall.models.generation import DecodingOptions, RecurrentGeneration
 from longrecall.models.losses import next_token_loss, next_token_loss_of_hidden
 from longrecall.models.state import RecurrentState
+from longrecall.models.token_ids import check_range, embedded
 from longrecall.ops.packing import check_boundaries, document_mask, pack, unpack
+
+NO_ATTENTIONS = (
+    "output_attentions: a recurrence has no attention weights to return, and the attention layers here keep none; "
+    "output_hidden_states=True returns what goes into every layer"
+)
 
 
 @dataclass
@@ -230,8 +236,9 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         loss_only: bool = False,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        output_attentions: bool | None = None,
         **kwargs: Any,
-    ) -> RecurrentOutput:
+    ) -> RecurrentOutput | tuple[Any, ...]:
         """Read tokens from a state; nothing that was passed in is changed.
 
         Args:
@@ -243,10 +250,20 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
                 the returned state then has one row per document.
             logits_to_keep: compute logits for the last so many positions only (or for the given ones); 0 = all.
             loss_only: return the loss of `labels` without logits, which need not all be in memory then.
+            output_hidden_states: return the residual streams too; None = as the config says (no).
+            return_dict: False returns a plain tuple of what there is; None = as the config says (True).
+
+        Raises:
+            UserError: ids of another form, or (on a CPU) out of the vocabulary; `output_attentions`, which a recurrence
+                has not.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
-        x = self.model.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.config.output_attentions if output_attentions is None else output_attentions:
+            raise UserError(NO_ATTENTIONS)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        x = embedded(cast(Tensor, input_ids), self.model.embeddings) if inputs_embeds is None else inputs_embeds
         mask = None
         if attention_mask is not None:
             rows, columns = x.shape[:2]
@@ -268,14 +285,20 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         hidden, state, streams, losses = self.model(x, past_key_values, mask, bool(output_hidden_states), input_ids)
         if cu_seqlens is not None:
             hidden, streams = pack(hidden, cu_seqlens), [pack(stream, cu_seqlens) for stream in streams]
-        logits, loss = self._logits_and_loss(hidden, labels, logits_to_keep, loss_only)
-        return RecurrentOutput(
+        try:
+            logits, loss = self._logits_and_loss(hidden, labels, logits_to_keep, loss_only)
+        except IndexError:
+            if labels is not None:
+                check_range(labels[labels != -100], self.model.embeddings)
+            raise
+        out = RecurrentOutput(
             loss=loss,
             logits=logits,
             past_key_values=state if use_cache is not False else None,
             hidden_states=tuple(streams) if output_hidden_states else None,
             auxiliary_loss=torch.stack(losses).sum() if losses else None,
         )
+        return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()
 
     def _logits_and_loss(
         self, hidden: Tensor, labels: Tensor | None, logits_to_keep: int | Tensor, loss_only: bool
@@ -324,9 +347,12 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         """Take a given state as it is (transformers would write a mark into it), one row for each beam or sample.
 
         Raises:
-            UserError: an attention mask that does not cover the tokens which the state has read: transformers tells by
-                it whether the prompt repeats them, and would silently skip the beginning of a prompt that does not.
+            UserError: `output_attentions` is asked for; an attention mask that does not cover the tokens which the
+                state has read: transformers tells by it whether the prompt repeats them, and would silently skip the
+                beginning of a prompt that does not.
         """
+        if generation_config.output_attentions:
+            raise UserError(NO_ATTENTIONS)
         state = model_kwargs.get("past_key_values")
         if not isinstance(state, RecurrentState):
             return cast(Any, super())._prepare_cache_for_generation(

@@ -13,6 +13,9 @@ from longrecall.models.formats.sources import Layout, Source
 
 MODEL_TYPE = "longrecall"
 
+_FOR_CALLERS = ("output_attentions", "output_hidden_states", "return_dict")
+"""What a forward pass returns: for its callers to say, not for a file."""
+
 
 def layout(raw: dict[str, Any], where: str) -> Layout:
     """Read a native config.json (parsed; `where` names it in errors). UserError names what is wrong with it."""
@@ -27,7 +30,7 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
         if name is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
             raise UserError(f'{where}: "{key}" is {name!r}; it must be a floating-point type, such as "float32"')
     try:
-        config = RecurrentConfig.from_dict(raw)
+        config = RecurrentConfig.from_dict({key: value for key, value in raw.items() if key not in _FOR_CALLERS})
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     # transformers' save_pretrained keeps a copy of a tied head under some settings.
