@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from longrecall.errors import UserError
 from longrecall.models.checkpoint import open_checkpoint, save
 from longrecall.models.config import RecurrentConfig
-from longrecall.models.formats import Format, detect, native, registry
+from longrecall.models.formats import FORMATS, Format, detect, native, registry
 from longrecall.models.formats.hub import locate
 from longrecall.models.formats.weights import listed
 from longrecall.models.recurrent_lm import RecurrentLM
@@ -74,6 +74,19 @@ def test_unknown_model_type(folder: Path) -> None:
     edit_config(folder, model_type="gated_deltanets")
     with pytest.raises(UserError, match=r'gated_deltanets.*Did you mean "gated_deltanet"'):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("kind", ["llama", "falcon_mamba", "rwkv", "qwen3_next", ["gla"], 3])
+def test_other_kinds_of_model_are_told_what_is_read(folder: Path, kind: object) -> None:
+    edit_config(folder, model_type=kind)
+    with pytest.raises(UserError) as caught:
+        open_checkpoint(folder)
+    assert f'config.json: model_type "{kind}" is not a kind of model that longrecall reads. longrecall reads' in str(
+        caught.value
+    )
+    assert "Did you mean" not in str(caught.value)
+    for entry in FORMATS.values():
+        assert (entry.model_type or entry.name) in str(caught.value)
 
 
 def test_no_model_type(folder: Path) -> None:

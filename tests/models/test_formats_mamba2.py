@@ -199,7 +199,7 @@ def test_published_13b_sizes() -> None:
     assert config.state_size() == 25_165_824
 
 
-@pytest.mark.parametrize("high", [math.inf, {"__float__": "Infinity"}])
+@pytest.mark.parametrize("high", [math.inf, {"__float__": "Infinity"}, 1e18, 1e30, 10**400])
 def test_infinite_time_step_limit(high: object) -> None:
     raw = {"model_type": "mamba2", "num_hidden_layers": 1, "time_step_limit": [0.0, high]}
     assert config_of(raw).layers[0]["mixer"]["time_step_limit"][1] is None

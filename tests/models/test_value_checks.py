@@ -82,6 +82,23 @@ def test_every_description_in_use_passes() -> None:
     check_mixer_values({**limits, "time_step_limit": (0.001, None)})
 
 
+@pytest.mark.parametrize("high", [None, math.inf, 1e18, 1e30, 10**30, 10**400])
+def test_an_upper_limit_that_no_step_reaches_is_none(high: float | None) -> None:
+    (layer,) = RecurrentConfig(
+        hidden_size=32, layers=[{"mixer": {**MIXERS["mamba2"], "time_step_limit": [0.0, high]}}]
+    ).layers
+    assert layer["mixer"]["time_step_limit"] == (0.0, None)
+    (again,) = RecurrentConfig(hidden_size=32, layers=[layer]).layers
+    assert again == layer
+
+
+def test_limits_say_what_is_wrong_with_them() -> None:
+    with pytest.raises(UserError, match=r"\[1e\+30, None\]; the lower limit must be at most 1e\+18 in size$"):
+        check_mixer_values({**MIXERS["mamba2"], "time_step_limit": [1e30, None]})
+    with pytest.raises(UserError, match=r"a lower and an upper limit in this order$"):
+        check_mixer_values({**MIXERS["mamba2"], "time_step_limit": [0.5, 0.1]})
+
+
 @pytest.mark.parametrize(
     "limits", ["01", [0.0], [0.0, 1.0, 2.0], [math.nan, 1.0], [0.0, "x"], 3, [True, 1.0], [1, 0.5]]
 )
