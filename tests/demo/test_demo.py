@@ -33,21 +33,24 @@ def result(values: dict[int, float], width: float = 0.02) -> dict[str, Any]:
         }
         for pairs, value in values.items()
     ]
-    return {"results": cells, "checkpoint": {"state_size": 7680}}
+    settings = {"samples": 1024, "seed": 0, "lengths": [512], "options": {}}
+    return {"results": cells, "checkpoint": {"state_size": 7680}, "settings": settings, "summary": {}}
 
 
 def test_verdict_names_the_largest_gain_over_both_others() -> None:
     before, control = result({2: 0.9, 8: 0.6, 16: 0.4}), result({2: 0.9, 8: 0.62, 16: 0.42})
     after = result({2: 0.91, 8: 0.75, 16: 0.7})
     text = verdict(before, after, control)
-    assert "among 16 pairs: 40% before, 70% after" in text and "gives 42%" in text and "2 of 3" in text
+    assert "better in 2 of 3 settings, most among 16 pairs (40.0% to 70.0%)" in text
+    assert "most among 16 pairs (42.0% to 70.0%)" in text
 
 
 def test_verdict_admits_when_there_is_no_gain() -> None:
     before = result({8: 0.6})
-    assert "no number of pairs shows a gain" in verdict(before, result({8: 0.61}), result({8: 0.6}))
+    assert verdict(before, result({8: 0.61}), result({8: 0.6})).count("Cannot tell: phone book.") == 2
     # A gain over the start that plain training reaches too is no gain of the state.
-    assert "no number of pairs shows a gain" in verdict(before, result({8: 0.9}), result({8: 0.9}))
+    text = verdict(before, result({8: 0.9}), result({8: 0.9}))
+    assert text.count("Better: phone book.") == 1 and "surgery. Cannot tell: phone book." in text
 
 
 def test_table_shows_every_cell_and_survives_a_diverged_one() -> None:
@@ -56,7 +59,7 @@ def test_table_shows_every_cell_and_survives_a_diverged_one() -> None:
     before["results"].append(before["results"][0] | {"task": "bits_per_byte", "metric": "perplexity"})
     after["results"][0] |= {"value": None, "low": None, "high": None}
     table = closing_table(before, after, before)
-    assert "recall among 8 pairs" in table and "diverged" in table and "1,024" in table
+    assert "phone book among 8 pairs" in table and "diverged" in table and "1,024" in table
     assert "perplexity" not in table
 
 
@@ -132,7 +135,7 @@ def test_the_whole_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     before = json.loads((tmp_path / "demo" / "before.json").read_text())
     after = json.loads((tmp_path / "demo" / "after.json").read_text())
     assert after["checkpoint"]["state_size"] == 4 * before["checkpoint"]["state_size"]
-    assert "recall among 8 pairs" in table
+    assert "phone book among 8 pairs" in table
     page = (tmp_path / "demo" / "report.html").read_text()
     assert "control" in page and "http" not in page.split("<body")[1].split("<svg")[0]
     import longrecall

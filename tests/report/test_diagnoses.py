@@ -125,7 +125,7 @@ def test_one_label_looks_the_same_everywhere(synthetic: SimpleNamespace) -> None
 
 def test_copying_and_stories(synthetic: SimpleNamespace) -> None:
     page = page_of(synthetic, before=synthetic.lengths(15), after=synthetic.lengths(70))
-    assert sections(page) == ["headline", "slopes", "copying", "babilong", "sizes", "provenance"]
+    assert sections(page) == ["in-words", "headline", "slopes", "copying", "babilong", "sizes", "provenance"]
     _, copying, stories = plots(synthetic)
     assert copying.count("trained to 20") == 2 and stories.count("trained on 512") == 2
     assert {"stories: accuracy, all cells", "copying: strings of 160 letters"} <= set(page.text["th"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from longrecall.report import build_report, drawing
-from longrecall.report.blocks import Plot, Table, spoken
+from longrecall.report.blocks import Note, Plot, Table, spoken
 from longrecall.report.inputs import read_inputs
 from longrecall.report.length_sections import drawn, other_lengths
 from longrecall.report.overview_plots import spread, state_plot
@@ -62,7 +62,7 @@ def text(files: list[str]) -> str:
 def test_the_page_holds_the_new_sections(text: str) -> None:
     page = Page(text)
     sections = [attributes["id"] for attributes in page.all("section")]
-    assert sections[2:4] == ["slopes", "state-size"] and "lengths" in sections
+    assert sections[3:5] == ["slopes", "state-size"] and "lengths" in sections
     assert "reading: accuracy" in page.text["caption"] and "niah_single_1: prefix score" in page.text["caption"]
     # A plot is told once: its table is folded beside it and stands nowhere else.
     assert page.text["caption"].count("niah_single_1: accuracy") == 1
@@ -105,17 +105,28 @@ def test_what_is_below_one_by_chance_is_no_share(synthetic: SimpleNamespace) -> 
 def test_state_sizes_are_told_with_capacity_and_reach(files: list[str]) -> None:
     section = state_size(read_inputs(files))
     assert section is not None
-    (plot,) = section.blocks
-    assert isinstance(plot, Plot)
-    assert plot.data.header[2:] == (
+    # Three files of two sizes are three dots: numbers say more.
+    (table,) = section.blocks
+    assert isinstance(table, Table) and not table.hidden
+    assert table.header[2:] == (
         "pairs recalled at 90%",
         "niah_single_3: tokens, above 50%",
         "niah_single_3: tokens, above 80%",
     )
-    assert plot.data.rows[0] == ("before", "1,024", "30\n1 to 99", "512", "512")
+    assert table.rows[0] == ("before", "1,024", "30\n1 to 99", "512", "512")
     # The control was not searched.
-    assert plot.data.rows[1][3:] == ("–", "–")
+    assert table.rows[1][3:] == ("–", "–")
     assert state_size(read_inputs(files[::2])) is None, "one size only"
+
+
+def test_state_sizes_are_drawn_from_three_sizes_and_four_files_on(synthetic: SimpleNamespace) -> None:
+    states = {"a": 1024, "b": 2048, "c": 4096, "d": 4096}
+    paths = synthetic.write(**{name: with_needles(evaluation(9), 0.3, size) for name, size in states.items()})
+    assert state_size(read_inputs(paths[:3])) is None, "the capacity stands among the headline numbers"
+    section = state_size(read_inputs(paths))
+    assert section is not None
+    (plot,) = section.blocks
+    assert isinstance(plot, Plot) and plot.data.hidden and len(plot.data.rows) == 4
 
 
 def test_the_legend_names_only_files_with_a_point(files: list[str]) -> None:
@@ -131,7 +142,11 @@ def test_lengths_take_first_metrics_that_are_shares(files: list[str]) -> None:
     assert drawn(inputs.evaluations) == {("niah_single_1", "accuracy"), ("niah_multivalue", "accuracy")}
     section = other_lengths(inputs)
     assert section is not None
-    lines, depths, table = section.blocks
+    *explained, lines, depths, table = section.blocks
+    assert [block.text.split(":")[0] for block in explained if isinstance(block, Note)] == [
+        "One needle in noise",
+        "Four values of one needle",
+    ]
     assert isinstance(lines, Plot) and isinstance(depths, Plot) and isinstance(table, Table)
     assert lines.data.rows[0][:2] == ("niah_single_1", "512") and lines.data.rows[0][2].startswith("0.225\n")
     assert len(depths.data.rows) == 4 and table.hidden
@@ -232,7 +247,7 @@ def test_plots_say_their_numbers(text: str) -> None:
     described = [plot["aria-describedby"] for plot in page.all("svg")]
     assert described and all(described) and set(described) <= set(page.ids())
     told = " ".join(page.text["desc"])
-    assert "pairs 4, distance 0, before 0.8" in told and "state 4,096" in told
+    assert "pairs 4, distance 0, before 0.8" in told
     assert text.count("<desc ") == len(described)
 
 

@@ -148,7 +148,7 @@ def test_the_command_writes_a_whole_page_of_several_files(synthetic: SimpleNames
     ids = page.ids()
     assert len(ids) == len(set(ids)) and {"mqar", "mad", "sweeps", "phonebook", "training"} <= set(ids)
     assert "://" not in text and "grid: mamba2+R0" in text and "again: mamba2+R0" in text
-    assert "2026-11-21T09:00:00+00:00" in text
+    assert "2026-11-21 09:00 UTC" in text
     assert "grid, sweep: recipe" in text and "training.metric" in text
 
 

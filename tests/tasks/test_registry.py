@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 
 import longrecall
 from longrecall.errors import UserError
-from longrecall.tasks import BitsPerByte, Phonebook, answer_spans, create_task, read_text, register, task_names
+from longrecall.tasks import (
+    BitsPerByte,
+    Phonebook,
+    answer_spans,
+    create_task,
+    read_text,
+    register,
+    sequence_task_names,
+    task_names,
+    wording_of,
+)
 from longrecall.units import format_length, parse_length
 
 SOURCE = str(Path(longrecall.__file__).parents[1])
@@ -114,3 +124,22 @@ def test_lengths() -> None:
 def test_lengths_that_are_nonsense(text: object) -> None:
     with pytest.raises(UserError, match=re.escape(repr(text))):
         parse_length(text)  # type: ignore[arg-type]
+
+
+def test_every_task_says_what_it_is_in_words() -> None:
+    names = (*task_names(), *sequence_task_names())
+    for name in names:
+        words = wording_of(name)
+        assert words.title and "_" not in words.title, name
+        # Whole sentences, plain enough for a page.
+        assert words.explanation.endswith(".") and words.explanation[0].isupper() and "_" not in words.explanation, name
+    assert len({wording_of(name).title for name in names}) == len(names)
+
+
+def test_a_task_of_others_keeps_its_name_and_places_are_read_aloud() -> None:
+    assert (wording_of("lm_eval:lambada").title, wording_of("lm_eval:lambada").explanation) == ("lm_eval:lambada", "")
+    assert wording_of("phonebook").place({"pairs": 1, "distance": 0}) == "among 1 pair"
+    assert wording_of("phonebook").place({"pairs": 8, "distance": 512}) == "among 8 pairs, 512 tokens away"
+    assert wording_of("niah_single_1").place({"length": 512, "depth": 0.5}) == "in 512 tokens, depth 0.5"
+    assert wording_of("babilong").place({"task": "qa1", "length": 512}) == "task qa1, in 512 tokens"
+    assert wording_of("mine").place({"shots": 8, "share": 0.25}) == "shots 8, share 0.25"

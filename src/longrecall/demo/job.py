@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from longrecall.demo.processes import Process, TrainingProcess, wait_for
-from longrecall.demo.table import closing_table, verdict
+from longrecall.demo.table import AFTER, BEFORE, CONTROL, closing_table, verdict
 from longrecall.errors import UserError
 from longrecall.evaluation.checkpoint import evaluate_checkpoint
 from longrecall.evaluation.results import read_json, read_result
@@ -25,7 +25,7 @@ from longrecall.tasks.text import read_text
 from longrecall.training.recipe import Recipe
 
 MARKER = "demo.json"
-LABELS = {"before": "before", "after": "after", "control (same state)": "control"}
+LABELS = {BEFORE: "before", AFTER: "after", CONTROL: "control"}
 TITLE = "A bigger memory for a small model: before and after"
 PAIRS = (1, 2, 4, 8, 16, 24)
 LENGTHS = (512, 1024, 2048, 4096)

@@ -1,19 +1,24 @@
-"""The closing table of the demo: before, after and the control, with intervals, and one sentence of verdict."""
+"""The closing table of the demo: before, after and the control, with intervals, and the verdict in words."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from longrecall.evaluation.verdict import CONTROL as ABOUT_CONTROL
+from longrecall.evaluation.verdict import all_in_words
 from longrecall.tables import aligned
+from longrecall.tasks.registry import wording_of
 
 Result = Mapping[str, Any]
+BEFORE, AFTER, CONTROL = "before", "after", "control (same state)"
+"""What the table and the report call the three measurements."""
 SHOWN = ("accuracy", "bits_per_byte")
 
 
 def closing_table(before: Result, after: Result, control: Result) -> str:
     """Recall by number of pairs and by length, bits per byte by position: value, 95% interval and count."""
-    rows = [["", "answers", "before", "after", "trained on, same state"]]
+    rows = [["", "answers", BEFORE, AFTER, CONTROL]]
     for cell in before["results"]:
         if cell["metric"] not in SHOWN:
             continue
@@ -21,43 +26,25 @@ def closing_table(before: Result, after: Result, control: Result) -> str:
         rows.append(row + [_value(_find(result, cell)) for result in (before, after, control)])
     sizes = [f"{result['checkpoint']['state_size']:,}" for result in (before, after, control)]
     rows.append(["numbers in the state", "", *sizes])
-    return "\n".join([*aligned(rows, left=1), "", verdict(before, after, control)])
+    parts = (aligned(rows, left=1), explanations(before), [verdict(before, after, control)])
+    return "\n\n".join("\n".join(part) for part in parts)
 
 
 def verdict(before: Result, after: Result, control: Result) -> str:
-    """Where recall went, whether the intervals lie apart, and what the rest of the model paid for it."""
-    return f"{_gain(before, after, control)}\n{_cost(before, after, control)}"
+    """What got better, what got worse and what cannot be told, after against before and against the control.
 
-
-def _gain(before: Result, after: Result, control: Result) -> str:
-    cells = [cell for cell in before["results"] if cell["task"] == "phonebook"]
-    gains = [(_find(after, cell), _find(control, cell), cell) for cell in cells]
-    whole = [gain for gain in gains if all(cell["value"] is not None for cell in gain)]
-    clear = [(a, c, b) for a, c, b in whole if a["low"] > c["high"] and a["low"] > b["high"]]
-    if not clear:
-        return "At this budget no number of pairs shows a gain larger than its interval; give it more --steps."
-    best_after, best_control, best = max(clear, key=lambda gain: gain[0]["value"] - gain[1]["value"])
-    return (
-        f"Recall among {best['cell']['pairs']} pairs: {best['value']:.0%} before, {best_after['value']:.0%} after; "
-        f"training on without a larger state gives {best_control['value']:.0%}. "
-        f"The intervals lie apart at {len(clear)} of {len(gains)} numbers of pairs."
+    The same sentences open the report (`longrecall.evaluation.verdict`).
+    """
+    compared = all_in_words(
+        [(before, after, (BEFORE, AFTER), ""), (control, after, (CONTROL, AFTER), ABOUT_CONTROL)],
     )
+    return "\n\n".join("\n".join(found.lines) for found in compared)
 
 
-def _cost(before: Result, after: Result, control: Result) -> str:
-    """Means over the cells of the other tasks; a task that is missing or diverged is left out."""
-    parts = []
-    rest = (("bits per byte", "bits_per_byte", "bits_per_byte"), ("pass keys", "passkey", "accuracy"))
-    for name, task, metric in rest:
-        means = [_mean(result, task, metric) for result in (before, after, control)]
-        if None not in means:
-            parts.append(f"{name} {means[0]:.2f} before, {means[1]:.2f} after, {means[2]:.2f} with the same state")
-    return "In so few steps the rest pays for it: " + "; ".join(parts) + "." if parts else ""
-
-
-def _mean(result: Result, task: str, metric: str) -> float | None:
-    values = [c["value"] for c in result["results"] if c["task"] == task and c["metric"] == metric]
-    return None if not values or None in values else sum(values) / len(values)
+def explanations(result: Result) -> list[str]:
+    """What each task of a result asks of a model, a line each."""
+    tasks = dict.fromkeys(cell["task"] for cell in result["results"])
+    return [f"{words.title}: {words.explanation}" for words in map(wording_of, tasks)]
 
 
 def _find(result: Result, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,13 +57,8 @@ def _find(result: Result, like: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name(cell: Mapping[str, Any]) -> str:
-    place = cell["cell"]
-    if cell["task"] == "phonebook":
-        far = f", {place['distance']} tokens away" if place["distance"] else ""
-        return f"recall among {place['pairs']} pairs{far}"
-    if cell["task"] == "passkey":
-        return f"pass key in {place['length']} tokens, depth {place['depth']:g}"
-    return f"{cell['metric'].replace('_', ' ')}, tokens {place['start']} to {place['end']}"
+    words = wording_of(cell["task"])
+    return f"{words.title} {words.place(cell['cell'])}"
 
 
 def _value(cell: Mapping[str, Any]) -> str:

@@ -30,6 +30,24 @@ class _File:
     entries: _Entries
 
 
+def less_is_better(metric: str) -> bool:
+    """Return whether a smaller value of `metric` is the better one."""
+    return metric in _LESS_IS_BETTER
+
+
+def asked_alike(first: Mapping[str, Any], second: Mapping[str, Any], task: str) -> bool:
+    """Return whether two checked results were asked the same questions of `task`, as their settings say."""
+    pair = []
+    for data in (first, second):
+        entries = [entry for entry in data["results"] if entry["task"] == task]
+        pair.append(_File("", data, {(cell_key(task, e["cell"]), e["metric"]): e for e in entries}))
+    try:
+        _refuse_different(pair[0], pair[1])
+    except UserError:
+        return False
+    return True
+
+
 def compare_files(
     first: str | Path,
     second: str | Path,
@@ -217,7 +235,7 @@ def _tested(a: Outcomes, b: Outcomes) -> dict[str, Any]:
 def _verdict(result: Mapping[str, Any], alpha: float) -> str:
     if result["adjusted"] > alpha or result["difference"] == 0:
         return "no clear change"
-    return "better" if (result["difference"] > 0) != (result["metric"] in _LESS_IS_BETTER) else "worse"
+    return "better" if (result["difference"] > 0) != less_is_better(result["metric"]) else "worse"
 
 
 def _about(file: _File) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 from longrecall.errors import UserError
 from longrecall.evaluation.outcomes import unpack
-from longrecall.evaluation.statistics import bootstrap_ratio_interval
+from longrecall.evaluation.statistics import bootstrap_ratio_interval, mean_interval
 
 SCHEMA = 1
 GENERATOR = {"samples": "sha256, PCG64, doubles; version 1", "intervals": "PCG64, doubles; version 1"}
@@ -168,10 +167,10 @@ def summary_intervals(results: list[dict[str, Any]]) -> dict[str, list[float | i
             intervals[name] = list(ends)
     for name, entries in _averages(results).items():
         mean = _mean([entry["value"] for entry in entries])
-        if mean is not None and all(entry[end] is not None for entry in entries for end in ("low", "high")):
-            below = math.hypot(*(entry["value"] - entry["low"] for entry in entries)) / len(entries)
-            above = math.hypot(*(entry["high"] - entry["value"] for entry in entries)) / len(entries)
-            intervals[name] = [mean - below, mean + above]
+        if mean is not None:
+            ends_of_mean = mean_interval([(entry["value"], entry["low"], entry["high"]) for entry in entries])
+            if ends_of_mean is not None:
+                intervals[name] = list(ends_of_mean)
     ranges = [unpack(e["outcomes"], "bits_per_byte") for e in _ranges(results) if e.get("outcomes")]
     if ranges and len(ranges) == len(_ranges(results)) and len({len(part.scores) for part in ranges}) == 1:
         bits, sizes = (sum(column) for column in zip(*((part.scores, part.weights) for part in ranges), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
@@ -57,6 +58,40 @@ def clustered_wilson_interval(successes: ArrayLike, counts: ArrayLike, level: fl
     share = float(np.sum(np.asarray(successes, dtype=np.float64))) / total
     effective = effective_count(successes, counts)
     return wilson_interval(share * effective, effective, level)
+
+
+Bounded = tuple[float, float | None, float | None]
+"""A value with the low and the high end of its interval; None where it has none."""
+
+
+def mean_interval(values: Sequence[Bounded], *, shared: bool = False) -> Interval | None:
+    """Return the interval of the unweighted mean of values that have intervals; None where one has none.
+
+    Half-widths of independent values add in squares. `shared` values rest on the same units and may all stray to one
+    side together; theirs add as they are.
+    """
+    if not values or any(low is None or high is None for _, low, high in values):
+        return None
+    mean = sum(value for value, *_ in values) / len(values)
+    below = [value - low for value, low, _ in values if low is not None]
+    above = [high - value for value, _, high in values if high is not None]
+    add = sum if shared else lambda parts: math.hypot(*parts)
+    return mean - add(below) / len(values), mean + add(above) / len(values)
+
+
+def independent_difference(first: Bounded, second: Bounded) -> Interval | None:
+    """Return the interval of second - first, as if the two were independent; None where one has no interval.
+
+    Square-and-add of the two intervals (R. G. Newcombe, 1998, method 10).
+    """
+    (one, one_low, one_high), (other, other_low, other_high) = first, second
+    if one_low is None or one_high is None or other_low is None or other_high is None:
+        return None
+    change = other - one
+    return (
+        change - math.hypot(other - other_low, one_high - one),
+        change + math.hypot(other_high - other, one - one_low),
+    )
 
 
 def bootstrap_ratio_interval(

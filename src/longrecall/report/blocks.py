@@ -50,10 +50,21 @@ class Findings:
     kind: str = "findings"
 
 
-Block = Table | Plot | Note | Findings
+@dataclass(frozen=True)
+class Words:
+    """A verdict in words: what sums it up, (name, sentence, what it asks) of each task, and how it was judged."""
+
+    opening: str
+    told: tuple[tuple[str, str, str], ...]
+    method: str
+    kind: str = "words"
+
+
+Block = Table | Plot | Note | Findings | Words
 
 
 _SPOKEN_ROWS = 24
+_MOST_DIGITS = 9
 
 
 def spoken(plot: Plot) -> str:
@@ -78,11 +89,20 @@ class Section:
 
 
 def with_interval(number: Number, digits: int = 3, signed: bool = False) -> str:
-    """Return the value and, in a second line, its interval: ``0.912`` over ``0.903 to 0.920``; a dash for no value."""
+    """Return the value and, in a second line, its interval: ``0.912`` over ``0.903 to 0.920``; a dash for no value.
+
+    An interval of one number says nothing and is left out; one that is narrower than the digits gets more of them.
+    """
     if number.value is None:
         return "–"
-    form = f"{'+' if signed else ''}.{digits}f"
-    lines = [f"{number.value:{form}}"]
-    if number.low is not None and number.high is not None:
-        lines.append(f"{number.low:{form}} to {number.high:{form}}")
-    return "\n".join(lines).replace("-", "−")
+    sign = "+" if signed else ""
+    if number.low is None or number.high is None or number.low >= number.high:
+        return _minus(f"{number.value:{sign}.{digits}f}")
+    while digits < _MOST_DIGITS and f"{number.low:.{digits}f}" == f"{number.high:.{digits}f}":
+        digits += 1
+    form = f"{sign}.{digits}f"
+    return _minus(f"{number.value:{form}}\n{number.low:{form}} to {number.high:{form}}")
+
+
+def _minus(text: str) -> str:
+    return text.replace("-", "−")

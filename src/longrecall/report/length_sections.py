@@ -8,7 +8,7 @@ from longrecall.report import length_plots, plots
 from longrecall.report.blocks import Block, Plot, Section, Table, with_interval
 from longrecall.report.inputs import Evaluation, Inputs, Measurement
 from longrecall.report.summaries import Number
-from longrecall.report.tables import PLOTTED, cell_keys, cell_table, measured_by
+from longrecall.report.tables import PLOTTED, cell_keys, cell_table, explained, measured_by
 
 
 def copying(inputs: Inputs) -> Section | None:
@@ -34,7 +34,7 @@ def copying(inputs: Inputs) -> Section | None:
         else "How to read it: the further right a line stays high, the longer the strings that are copied.",
         Table("copying: accuracy", header, rows, hidden=True),
     )
-    return Section("copying", "Copying by length", [plot])
+    return Section("copying", "Copying by length", [*explained("copying"), plot])
 
 
 def _trained_letters(evaluation: Evaluation, inputs: Inputs) -> list[int]:
@@ -74,7 +74,7 @@ def babilong(inputs: Inputs) -> Section | None:
         "training length lies within it, reasons over longer texts.",
         cell_table(inputs.evaluations, "babilong", "accuracy", ("task", "length")),
     )
-    blocks: list[Block] = [plot]
+    blocks: list[Block] = [*explained("babilong"), plot]
     if measured_by(inputs.evaluations, "babilong", "exact_match"):
         blocks.append(cell_table(inputs.evaluations, "babilong", "exact_match", ("task", "length")))
     return Section("babilong", "Stories in a long text", blocks)
@@ -112,14 +112,15 @@ def other_lengths(inputs: Inputs) -> Section | None:
     if not tasks:
         return None
     rows = tuple((task, *row) for task, metric in tasks for row in _means(evaluations, task, metric))
-    blocks: list[Block] = [
+    blocks: list[Block] = [note for task, _ in tasks for note in explained(task)]
+    blocks.append(
         Plot(
             length_plots.task_lines(evaluations, tasks, "lengths"),
             "Share right by length of the text, mean over whatever else a task varies. Bars are 95% intervals.",
             "How to read it: where a line falls, the text has grown too long for its needles to be found again.",
             Table("Share right by length", ("task", "length", *(e.label for e in evaluations)), rows, hidden=True),
         )
-    ]
+    )
     for task, metric in tasks:
         cells = [m.cell for entry in evaluations for m in entry.of(task, metric)]
         keys = cell_keys(evaluations, task, metric)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from longrecall.report import overview_plots
 from longrecall.report.blocks import Plot, Section, Table, with_interval
@@ -14,6 +15,9 @@ MOST_SLOPES = 20
 """Lines that a panel holds; the rest, which changed least, stand in the table only."""
 _REACH = re.compile(r"(?P<task>.+)\.recall_length\.threshold=(?P<threshold>[0-9.]+)")
 _MOST_THRESHOLDS = 2
+_CAPACITY = "pairs recalled at 90%"
+_LEAST_SIZES, _LEAST_POINTS = 3, 4
+"""State sizes and files from which recall by size is drawn."""
 
 
 def slopes(inputs: Inputs) -> Section | None:
@@ -92,18 +96,23 @@ def state_size(inputs: Inputs) -> Section | None:
         )
         for entry in sorted(entries, key=lambda entry: int(entry.data["checkpoint"]["state_size"]))
     ]
+    table = Table(
+        "Recall by size of the state",
+        ("checkpoint", "numbers in the state", *(" ".join(words.split()) for words in quantities)),
+        tuple(rows),
+    )
+    if len(sizes) < _LEAST_SIZES or len(entries) < _LEAST_POINTS:
+        if set(quantities) == {_CAPACITY}:
+            return None  # that number stands among the first ones of the page already
+        # Two or three dots are no curve; the numbers themselves say more.
+        return Section("state-size", "Recall against the size of the state", [table])
     plot = Plot(
         overview_plots.state_plot(entries, quantities, "state-size"),
         "What a checkpoint recalls, by how many numbers its recurrent state holds; both axes are logarithmic, with 0 "
         "below the least mark. Bars are 95% intervals.",
         "How to read it: points that climb to the right say that a larger state is used; two points above each other "
         "differ in training alone.",
-        Table(
-            "Recall by size of the state",
-            ("checkpoint", "state", *(" ".join(words.split()) for words in quantities)),
-            tuple(rows),
-            hidden=True,
-        ),
+        replace(table, hidden=True),
     )
     return Section("state-size", "Recall against the size of the state", [plot])
 
@@ -113,7 +122,7 @@ def _reach(entries: Sequence[Evaluation]) -> dict[str, dict[str, Number]]:
     capacity = {
         e.label: recorded(e, "phonebook.capacity") for e in entries if "phonebook.capacity" in e.data["summary"]
     }
-    found = {"pairs recalled at 90%": capacity} if capacity else {}
+    found = {_CAPACITY: capacity} if capacity else {}
     thresholds: dict[str, set[str]] = {}
     for entry in entries:
         for key in entry.data["summary"]:

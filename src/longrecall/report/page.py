@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from longrecall import __version__
 from longrecall.errors import UserError
@@ -13,8 +14,12 @@ from longrecall.files import check_no_input, write_text
 from longrecall.report.blocks import Plot, Section, spoken
 from longrecall.report.inputs import read_inputs
 
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
 _ELSEWHERE = "choose another -o"
-_TITLE = "What the model remembers, before and after"
+_LONG = 26
+"""Letters of the longest cell that stays on one line: two numbers and a word between them."""
 
 
 def build_report(
@@ -32,7 +37,7 @@ def build_report(
             stands for plain continued training.
         out: the page; it appears only when it is whole.
         labels: label -> one of `result_paths`; else the file's own "label", else its name.
-        title: heading of the page.
+        title: heading of the page; else one that fits what the files are.
 
     Returns:
         The path of the page.
@@ -47,6 +52,7 @@ def build_report(
     from jinja2 import Environment, StrictUndefined
 
     from longrecall.report.drawing import describe
+    from longrecall.report.opening_sections import title_of
     from longrecall.report.sections import all_sections
 
     def heard(section: Section) -> Section:
@@ -56,12 +62,28 @@ def build_report(
         ]
         return replace(section, blocks=blocks)
 
-    template = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).from_string(resources.files("longrecall.report").joinpath("page.html.j2").read_text(encoding="utf-8"))
-    page = template.render(title=title or _TITLE, sections=list(map(heard, all_sections(inputs))), version=__version__)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"breakable": _breakable, "is_long": _is_long}
+    template = environment.from_string(
+        resources.files("longrecall.report").joinpath("page.html.j2").read_text(encoding="utf-8")
+    )
+    page = template.render(
+        title=title or title_of(inputs), sections=list(map(heard, all_sections(inputs))), version=__version__
+    )
     write_text(out, page, _ELSEWHERE)
     return Path(out)
+
+
+def _breakable(line: str) -> Markup:
+    """Return text as HTML that may be broken after a slash: paths then wrap there, and no word is split."""
+    from markupsafe import Markup, escape
+
+    return Markup(str(escape(line)).replace("/", "/<wbr>"))
+
+
+def _is_long(cell: str) -> bool:
+    """Whether a cell of a table is more than a number or a name, so that its lines may be broken."""
+    return any(len(line) > _LONG for line in cell.split("\n"))
 
 
 def check_extras() -> None:

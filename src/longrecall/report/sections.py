@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from longrecall.models.accounting import CACHE_BYTES, STATE_BYTES
-from longrecall.report import diagnosis_sections, length_sections, overview_sections, plots, sweep_sections
+from longrecall.report import (
+    diagnosis_sections,
+    length_sections,
+    opening_sections,
+    overview_sections,
+    plots,
+    sweep_sections,
+)
 from longrecall.report.blocks import Block, Note, Plot, Section, Table, with_interval
 from longrecall.report.diagnoses import Diagnosis
 from longrecall.report.inputs import Evaluation, Inputs, Training
@@ -15,20 +23,20 @@ from longrecall.report.summaries import (
     Number,
     before_and_after,
     control_of,
-    difference,
     headlines,
 )
 from longrecall.report.sweeps import Sweep
-from longrecall.report.tables import PLOTTED, cell_keys, cell_table, measured_by
+from longrecall.report.tables import PLOTTED, cell_keys, cell_table, explained, measured_by
 from longrecall.units import format_bytes
 
 _MOST_LOG_ROWS = 40
-_PASSKEY_MAP = "Passkey: share of keys recalled by length of the text and depth of the needle"
+_PASSKEY_MAP = "Pass key: share of keys recalled by length of the text and depth of the needle"
 
 
 def all_sections(inputs: Inputs) -> list[Section]:
     """Return the sections of a page in reading order."""
     makers = (
+        opening_sections.in_words,
         headline,
         control,
         overview_sections.slopes,
@@ -69,16 +77,15 @@ def headline(inputs: Inputs) -> Section | None:
     for row in rows:
         cells = [row.name, *(with_interval(row.number(evaluation), row.digits) for evaluation in evaluations)]
         if pair is not None:
-            change = difference(row.number(pair[1]), row.number(pair[0]))
-            cells.append(f"{with_interval(change, row.digits, signed=True)}{_verdict(change, row.more_is_better)}")
+            cells.append(with_interval(row.change(*pair), row.digits, signed=True))
         body.append(tuple(cells))
     table = Table("Headline numbers with 95% intervals", tuple(header), tuple(body))
     blocks: list[Block] = [table]
     if pair is not None:
         blocks.append(
             Note(
-                "The interval of a difference treats the two measurements as independent. Where both were asked the "
-                "same questions, as eval does for equal seeds, the true interval is narrower."
+                "Intervals are those of a single row. Where both files were asked the same questions a difference "
+                "compares each question with itself; else it treats the two as independent, which is wider."
             )
         )
     return Section("headline", "What changed" if pair else "Headline numbers", blocks)
@@ -94,10 +101,8 @@ def control(inputs: Inputs) -> Section | None:
     after = pair[1] if pair is not None else others[-1]
     rows = []
     for row in headlines([against, after]):
-        gain = difference(row.number(after), row.number(against))
         numbers = (with_interval(row.number(entry), row.digits) for entry in (against, after))
-        verdict = f"{with_interval(gain, row.digits, signed=True)}{_verdict(gain, row.more_is_better)}"
-        rows.append((row.name, *numbers, verdict))
+        rows.append((row.name, *numbers, with_interval(row.change(against, after), row.digits, signed=True)))
     header = ("quantity", against.label, after.label, f"{after.label} − {against.label}")
     note = (
         f"“{against.label}” was trained on without surgery. What stands in the last column is what the larger state "
@@ -118,8 +123,9 @@ def phonebook(inputs: Inputs) -> Section | None:
         "Bars are 95% intervals."
     )
     reading = "How to read it: the further right a line stays near the top, the more associations the state holds."
-    blocks: list[Block] = [Plot(plots.phonebook_plot(inputs.evaluations, "phonebook"), caption, reading, data)]
-    return Section("phonebook", "Recall by number of associations", blocks)
+    plot = Plot(plots.phonebook_plot(inputs.evaluations, "phonebook"), caption, reading, data)
+    blocks: list[Block] = [*explained("phonebook"), plot]
+    return Section("phonebook", "Phone book by number of pairs", blocks)
 
 
 def passkey(inputs: Inputs) -> Section | None:
@@ -134,15 +140,16 @@ def passkey(inputs: Inputs) -> Section | None:
         for length in lengths
     )
     means = Table(
-        "Passkey by length, mean over depths", ("length", *(e.label for e in inputs.evaluations)), rows, hidden=True
+        "Pass key by length, mean over depths", ("length", *(e.label for e in inputs.evaluations)), rows, hidden=True
     )
     return Section(
         "passkey",
-        "Recall by length and depth",
+        "Pass key by length and depth",
         [
+            *explained("passkey"),
             Plot(
                 plots.passkey_by_length(inputs.evaluations, "passkey-length"),
-                "Share of passkeys recalled by length of the text, mean over depths. Bars are 95% intervals.",
+                "Share of pass keys recalled by length of the text, mean over depths. Bars are 95% intervals.",
                 "How to read it: where a line falls, the text has grown too long for the key to be found again.",
                 means,
             ),
@@ -167,18 +174,20 @@ def positions(inputs: Inputs) -> Section | None:
         "length it was trained on."
     )
     plot = Plot(plots.position_plot(inputs.evaluations, "positions"), caption, reading, data)
-    return Section("positions", "Bits per byte by position", [plot])
+    return Section("positions", "Bits per byte by position", [*explained("bits_per_byte"), plot])
 
 
 def other_tasks(inputs: Inputs) -> Section | None:
     """Every metric without a plot of its own, as tables."""
     metrics = dict.fromkeys((m.task, m.metric) for e in inputs.evaluations for m in e.measurements)
     drawn = PLOTTED | length_sections.drawn(inputs.evaluations)
-    blocks = [
-        cell_table(inputs.evaluations, task, metric, cell_keys(inputs.evaluations, task, metric))
-        for task, metric in metrics
-        if (task, metric) not in drawn
-    ]
+    blocks: list[Block] = []
+    told = {task for task, _ in drawn}
+    for task, metric in metrics:
+        if (task, metric) not in drawn:
+            blocks += explained(task) if task not in told else []
+            told.add(task)
+            blocks.append(cell_table(inputs.evaluations, task, metric, cell_keys(inputs.evaluations, task, metric)))
     return Section("more", "More measurements", blocks) if blocks else None
 
 
@@ -215,7 +224,10 @@ def sizes(inputs: Inputs) -> Section | None:
         "A Transformer of the checkpoint's width and depth keeps a key and a value of full width a layer and token. "
         "Its cache is told at the context length of the checkpoint's training; on average it is half full."
     )
-    blocks: list[Block] = [Table("Parameters and state sizes", header, tuple(rows)), Note(yardstick)]
+    recorded = any(isinstance(entry.data["checkpoint"].get("transformer_cache"), int) for entry in entries)
+    shown = len(header) if recorded else len(header) - 2
+    blocks: list[Block] = [Table("Parameters and state sizes", header[:shown], tuple(row[:shown] for row in rows))]
+    blocks += [Note(yardstick)] if recorded else []
     if history:
         columns = (
             "checkpoint",
@@ -267,20 +279,19 @@ def provenance(inputs: Inputs) -> Section:
     entries += [*inputs.trainings, *inputs.sweeps]
     for entry in entries:
         data = entry.data
-        environment = data.get("environment") or {}
+        made_with = {"longrecall": data.get("longrecall", "–")} | (data.get("environment") or {})
         checkpoint = data.get("checkpoint") if isinstance(data.get("checkpoint"), dict) else {}
         rows.append(
             (
                 entry.label,
                 str(data["kind"]),
-                str(data.get("created", "–")),
-                str(data.get("longrecall", "–")),
-                ", ".join(f"{name} {version}" for name, version in environment.items()) or "–",
+                _when(data.get("created")),
+                ", ".join(f"{name} {version}" for name, version in made_with.items()),
                 str((checkpoint or {}).get("fingerprint") or "–")[:16],
                 entry.source,
             )
         )
-    header = ("label", "kind", "created", "longrecall", "environment", "fingerprint", "file")
+    header = ("label", "kind", "created", "made with", "checkpoint fingerprint", "file")
     blocks: list[Block] = [Table("Result files", header, tuple(rows))]
     for entry in entries:
         what = "recipe" if entry.data["kind"] in ("training", "sweep") else "settings"
@@ -291,12 +302,12 @@ def provenance(inputs: Inputs) -> Section:
     return Section("provenance", "Where these numbers come from", blocks)
 
 
-def _verdict(change: Number, more_is_better: bool) -> str:
-    if change.low is None or change.high is None:
-        return ""
-    if change.low <= 0 <= change.high:
-        return "\nno clear change"
-    return "\nbetter" if (change.low > 0) == more_is_better else "\nworse"
+def _when(created: Any) -> str:
+    """Return a time of day as people write it; what is none stays as it is."""
+    try:
+        return f"{datetime.fromisoformat(created).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+    except (TypeError, ValueError, OverflowError):
+        return str(created or "–")
 
 
 def _integer(number: Any) -> str:

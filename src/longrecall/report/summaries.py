@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from longrecall.evaluation.comparison import asked_alike
+from longrecall.evaluation.statistics import independent_difference, mean_interval
+from longrecall.evaluation.verdict import common_cells, difference_of
 from longrecall.report.inputs import Evaluation, Measurement
 from longrecall.units import format_length
 
+Wanted = Callable[[Mapping[str, Any]], bool]
+"""Whether a cell is among those that a number is made of."""
 CONTROL_WORDS = ("control", "continued")
 """A label with one of these words in it marks plain continued training."""
+
+_MOST_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -30,36 +38,46 @@ class Headline:
     more_is_better: bool
     digits: int
     number: Callable[[Evaluation], Number]
+    paired: Callable[[Evaluation, Evaluation], Number | None]
+
+    def change(self, first: Evaluation, second: Evaluation) -> Number:
+        """Return second - first: question by question where both were asked the same, else as independent samples."""
+        return self.paired(first, second) or difference(self.number(second), self.number(first))
 
 
 def mean(measurements: Iterable[Measurement]) -> Number:
     """Return the unweighted mean of independent cells; their half-widths add in squares."""
     cells = list(measurements)
-    values = [cell.value for cell in cells if cell.value is not None]
-    if not cells or len(values) < len(cells):
+    known = [(cell.value, cell.low, cell.high) for cell in cells if cell.value is not None]
+    if not cells or len(known) < len(cells):
         return Number(None)
-    value = sum(values) / len(cells)
-    lows = [cell.value - cell.low for cell in cells if cell.value is not None and cell.low is not None]
-    highs = [cell.high - cell.value for cell in cells if cell.value is not None and cell.high is not None]
-    if len(lows) < len(cells) or len(highs) < len(cells):
-        return Number(value)
-    return Number(value, value - math.hypot(*lows) / len(cells), value + math.hypot(*highs) / len(cells))
+    value = sum(value for value, *_ in known) / len(known)
+    interval = mean_interval(known)
+    return Number(value) if interval is None else Number(value, *interval)
 
 
 def difference(after: Number, before: Number) -> Number:
     """Return after - before with its interval, as if the two were independent.
 
-    Square-and-add of the two intervals (R. G. Newcombe, 1998, method 10). Both files usually ask the same questions,
-    so the true interval is narrower.
+    Where both files asked the same questions the true interval is narrower (`paired_change`).
     """
     if after.value is None or before.value is None:
         return Number(None)
+    interval = independent_difference((before.value, before.low, before.high), (after.value, after.low, after.high))
     value = after.value - before.value
-    if after.low is None or after.high is None or before.low is None or before.high is None:
-        return Number(value)
-    low = value - math.hypot(after.value - after.low, before.high - before.value)
-    high = value + math.hypot(after.high - after.value, before.value - before.low)
-    return Number(value, low, high)
+    return Number(value) if interval is None else Number(value, *interval)
+
+
+def paired_change(first: Evaluation, second: Evaluation, task: str, metric: str, places: Wanted) -> Number | None:
+    """Return second - first over the cells that `places` takes, question by question.
+
+    None where the two did not measure the same of these cells, or were not asked the same questions in them.
+    """
+    pairs = [pair for pair in common_cells(first.data, second.data, task, metric) if places(pair[0]["cell"])]
+    if any(len(pairs) != sum(places(m.cell) for m in entry.of(task, metric)) for entry in (first, second)):
+        return None
+    found = difference_of(pairs, task, alike=asked_alike(first.data, second.data, task))
+    return Number(found.value, found.low, found.high) if found is not None and found.paired else None
 
 
 def headlines(evaluations: Sequence[Evaluation]) -> list[Headline]:
@@ -67,16 +85,18 @@ def headlines(evaluations: Sequence[Evaluation]) -> list[Headline]:
     found: list[Headline] = []
     books = _cells(evaluations, "phonebook", "accuracy")
     if books:
-        found.append(Headline("phone book: most pairs recalled at 90% or better", True, 0, _capacity))
+        asked = _few(sorted({cell.cell["pairs"] for cell in books}))
+        name = f"phone book: most pairs recalled at 90% or better, of {asked}"
+        found.append(Headline(name, True, 0, _capacity, lambda first, second: None))
         found.append(_over("phone book: accuracy, all cells", "phonebook", "accuracy", True, 3))
         hardest = max(cell.cell.get("pairs", 0) for cell in books)
         name = f"phone book: accuracy at {hardest:g} pairs"
         found.append(_over(name, "phonebook", "accuracy", True, 3, "pairs", hardest))
     keys = _cells(evaluations, "passkey", "accuracy")
     if keys:
-        found.append(_over("passkey: accuracy, all cells", "passkey", "accuracy", True, 3))
+        found.append(_over("pass key: accuracy, all cells", "passkey", "accuracy", True, 3))
         longest = max(cell.cell.get("length", 0) for cell in keys)
-        name = f"passkey: accuracy at {format_length(int(longest))} tokens"
+        name = f"pass key: accuracy at {format_length(int(longest))} tokens"
         found.append(_over(name, "passkey", "accuracy", True, 3, "length", longest))
     copies = _cells(evaluations, "copying", "accuracy")
     if copies:
@@ -129,6 +149,13 @@ def recorded(evaluation: Evaluation, name: str) -> Number:
     return Number(float(value))
 
 
+def _few(numbers: Sequence[float]) -> str:
+    """Return numbers as a list, or as a range where they are many."""
+    if len(numbers) > _MOST_LISTED:
+        return f"{len(numbers)} numbers from {numbers[0]:g} to {numbers[-1]:g}"
+    return ", ".join(f"{number:g}" for number in numbers)
+
+
 def _capacity(evaluation: Evaluation) -> Number:
     return recorded(evaluation, "phonebook.capacity")
 
@@ -142,7 +169,13 @@ def _over(
     key: str | None = None,
     wanted: float = 0,
 ) -> Headline:
-    def number(evaluation: Evaluation) -> Number:
-        return mean(m for m in evaluation.of(task, metric) if key is None or m.cell.get(key) == wanted)
+    def place(cell: Mapping[str, Any]) -> bool:
+        return key is None or cell.get(key) == wanted
 
-    return Headline(name, more_is_better, digits, number)
+    def number(evaluation: Evaluation) -> Number:
+        return mean(m for m in evaluation.of(task, metric) if place(m.cell))
+
+    def paired(first: Evaluation, second: Evaluation) -> Number | None:
+        return paired_change(first, second, task, metric, place)
+
+    return Headline(name, more_is_better, digits, number, paired)

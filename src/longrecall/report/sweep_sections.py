@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from longrecall.report.blocks import Block, Note, Plot, Section, Table
+from longrecall.report.blocks import Block, Note, Plot, Section, Table, Words
 from longrecall.report.inputs import Inputs
 from longrecall.report.sweep_plots import mqar_maps
 from longrecall.report.sweeps import (
@@ -21,6 +21,7 @@ from longrecall.report.sweeps import (
 )
 from longrecall.sweep.summary import best_rows
 from longrecall.tasks.published import RESONA_TABLE_1_COLUMNS
+from longrecall.tasks.registry import wording_of
 
 _MQAR = "mqar"
 _MAD_WORDS = ("compression", "in-context recall", "noisy recall", "fuzzy recall", "selective copying", "memorization")
@@ -98,6 +99,34 @@ def mqar(inputs: Inputs) -> Section | None:
         Table(f"MQAR: {_metrics(found)}", header, tuple(rows), hidden=True),
     )
     return Section("mqar", "Multi-query associative recall", [plot])
+
+
+def sweep_in_words(sweep: Sweep) -> Words | None:
+    """What a sweep comes to: of each model the mean over its cells, and the worst of them."""
+    found = _best([sweep])
+    if not found:
+        return None
+    told, several = [], len({entry.task for entry in found}) > 1
+    for name in dict.fromkeys(entry.name for entry in found):
+        mine = [entry for entry in found if entry.name == name]
+        cells = setting_names([{**entry.settings, "width": entry.model["hidden_size"]} for entry in mine])
+        values = [entry.value or 0.0 for entry in mine]
+        worst = min(range(len(mine)), key=lambda place: values[place])
+        metric = _metrics(mine)
+        sentence = f"{metric[:1].upper()}{metric[1:]} {sum(values) / len(values):.1%}"
+        if len(mine) > 1:
+            where = ", ".join(filter(None, (wording_of(mine[worst].task).title if several else "", cells[worst])))
+            sentence += f", mean over {len(mine)} cells; worst {values[worst]:.1%}" + (f" ({where})" if where else "")
+        told.append((name, f"{sentence}.", ""))
+    asked = [wording_of(task) for task in dict.fromkeys(entry.task for entry in found)]
+    models = f"{len(told)} {'model' if len(told) == 1 else 'models'}"
+    opening = f"{sweep.label}: {models} trained from scratch. In a name +R0 is retrieval in layer 0."
+    method = (
+        "Of each cell the best over learning rates and weight decays counts, a run that did not end counts as 0. There "
+        "is one run of each, so no interval: small differences may be chance."
+    )
+    tasks = tuple((words.title, words.explanation, "") for words in asked if words.explanation)
+    return Words(opening, (*tasks, *told), method)
 
 
 def _has_place(settings: Mapping[str, Any]) -> bool:

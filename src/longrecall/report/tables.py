@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from longrecall.report.blocks import Table, with_interval
+from longrecall.report.blocks import Note, Table, with_interval
 from longrecall.report.inputs import Evaluation, Measurement
 from longrecall.report.summaries import Number
+from longrecall.tasks.registry import wording_of
 
 PLOTTED = {
     ("phonebook", "accuracy"),
@@ -19,6 +20,12 @@ PLOTTED = {
     ("babilong", "exact_match"),
 }
 """What has a section of its own, where its table is folded away."""
+
+
+def explained(task: str) -> list[Note]:
+    """Return a paragraph on what a task asks of a model; nothing for a task that says nothing of itself."""
+    words = wording_of(task)
+    return [Note(f"{words.title[:1].upper()}{words.title[1:]}: {words.explanation}")] if words.explanation else []
 
 
 def measured_by(evaluations: Iterable[Evaluation], task: str, metric: str) -> list[Evaluation]:

@@ -29,10 +29,12 @@ from longrecall.tasks.registry import (
     create_task,
     register,
     task_names,
+    wording_of,
 )
 from longrecall.tasks.sequence_registry import create_sequence_task, sequence_task_names
 from longrecall.tasks.sequences import SequenceTask, sequence_batch
 from longrecall.tasks.text import read_text
+from longrecall.tasks.wording import Wording
 
 __all__ = [
     "IGNORE",
@@ -59,6 +61,7 @@ __all__ = [
     "SpokenPasskey",
     "Task",
     "TextMetricTask",
+    "Wording",
     "answer_spans",
     "babilong_byte_batch",
     "babilong_sequence",
@@ -77,4 +80,5 @@ __all__ = [
     "sequence_batch",
     "sequence_task_names",
     "task_names",
+    "wording_of",
 ]

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longrecall.errors import UserError
+from longrecall.tasks.wording import Wording
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,13 @@ class BitsPerByte:
     windows: int = 64
 
     name: ClassVar[str] = "bits_per_byte"
+    wording: ClassVar[Wording] = Wording(
+        "bits per byte",
+        "How well the model predicts ordinary text, measured at each distance from its beginning; fewer bits "
+        "are better.",
+        lambda cell: f"at tokens {cell['start']} to {cell['end']}",
+        shared=True,
+    )
 
     def __post_init__(self) -> None:
         """Check the options before anything runs."""

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from longrecall.errors import UserError
 from longrecall.tasks.encoding import IGNORE, Cell, PieceEncoder, Sample, TextEncoder, draw_integers, sample_generator
+from longrecall.tasks.wording import Wording
 
 Ints = NDArray[np.int64]
 
@@ -136,6 +137,11 @@ class Copying:
     opening: bool = True
 
     name: ClassVar[str] = "copying"
+    wording: ClassVar[Wording] = Wording(
+        "copying",
+        "The model reads a string of random letters and must repeat it letter by letter.",
+        lambda cell: f"for {cell['length']} letters",
+    )
     token_metric: ClassVar[str] = "character_accuracy"
 
     def __post_init__(self) -> None:

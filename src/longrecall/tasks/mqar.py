@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from longrecall.errors import UserError
 from longrecall.tasks.encoding import IGNORE, draw_integers
 from longrecall.tasks.sequences import Batch, Ints, Readout, Split, check_at_least, check_between, draw_distinct
+from longrecall.tasks.wording import Wording
 
 _CHUNK = 4096
 """Rows drawn at a time: bounds the memory of a large data set."""
@@ -70,6 +71,11 @@ class Mqar:
     """Random tokens between the queries, instead of zeros."""
 
     name: ClassVar[str] = "mqar"
+    wording: ClassVar[Wording] = Wording(
+        "multi-query associative recall",
+        "A row of tokens shows pairs of a key and a value; later every key is asked for, at some distance "
+        "from its pair.",
+    )
     readout: ClassVar[Readout] = "positions"
 
     def __post_init__(self) -> None:

@@ -43,6 +43,7 @@ from longrecall.tasks.encoding import (
     sample_generator,
 )
 from longrecall.tasks.needles.grading import HIGHEST_GRADES, found, prefix_score
+from longrecall.tasks.wording import Wording, length_place
 
 Ints = NDArray[np.int64]
 
@@ -223,6 +224,12 @@ class Passkey:
     opening: bool = True
 
     name: ClassVar[str] = "passkey"
+    wording: ClassVar[Wording] = Wording(
+        "pass key",
+        "One number is hidden in a long text that says the same few sentences again and again; at the end the "
+        "model is asked for it.",
+        length_place,
+    )
     version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -264,6 +271,11 @@ class SpokenPasskey(Passkey):
     shortest_prefix: int = 1
 
     name: ClassVar[str] = "passkey_spoken"
+    wording: ClassVar[Wording] = Wording(
+        "pass key, spoken",
+        "As the pass key, a number hidden in a long repeated text, but the model answers in its own words.",
+        length_place,
+    )
     highest_grades: ClassVar[Mapping[str, float]] = HIGHEST_GRADES
 
     def __post_init__(self) -> None:

@@ -15,15 +15,16 @@ Unless `opening` is false, the tokenizer's beginning-of-text token, where it has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longrecall.errors import UserError
 from longrecall.tasks.encoding import IGNORE, Cell, PieceEncoder, Sample, TextEncoder, draw_integers, sample_generator
+from longrecall.tasks.wording import Wording
 
 Ints = NDArray[np.int64]
 
@@ -219,6 +220,12 @@ def phonebook_sequence(
     return writer.arrays(length)
 
 
+def _place(cell: Mapping[str, Any]) -> str:
+    distance = cell.get("distance")
+    pairs = cell["pairs"]
+    return f"among {pairs} {'pair' if pairs == 1 else 'pairs'}" + (f", {distance} tokens away" if distance else "")
+
+
 @dataclass(frozen=True)
 class Phonebook:
     """The evaluation task: cells ``{"pairs", "distance"}``, one sequence per sample, scored by answer.
@@ -239,6 +246,12 @@ class Phonebook:
     opening: bool = True
 
     name: ClassVar[str] = "phonebook"
+    wording: ClassVar[Wording] = Wording(
+        "phone book",
+        "The model reads a list of names, each with a number, and is then asked for the numbers of some of "
+        "the names: the more pairs of name and number it can hold, the larger its memory.",
+        _place,
+    )
 
     def __post_init__(self) -> None:
         """Check every cell before anything runs."""

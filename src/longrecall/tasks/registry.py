@@ -16,12 +16,15 @@ from longrecall.tasks.needles import TASKS as NEEDLES
 from longrecall.tasks.passkey import Passkey, SpokenPasskey
 from longrecall.tasks.phonebook import Phonebook
 from longrecall.tasks.question_answering import QuestionAnswering
+from longrecall.tasks.sequence_registry import sequence_wording
+from longrecall.tasks.wording import Wording
 
 
 class RecallTask(Protocol):
     """A task whose samples hold answers that are right or wrong.
 
     One that also counts single tokens of its answers says so with a class variable `token_metric`, the metric's name.
+    A class variable `wording` (`longrecall.tasks.wording.Wording`) says what reports call it and what it asks.
     """
 
     @property
@@ -158,6 +161,15 @@ def task_class(name: str) -> type[Any]:
         hint = did_you_mean(name, _TASKS, most=3)
         raise UserError(f'unknown task "{name}"; known tasks: {", ".join(_TASKS)}.{hint}')
     return _TASKS[name]
+
+
+def wording_of(name: str) -> Wording:
+    """Return what the task `name` is called and asks, in words; the bare name for tasks that say nothing of themselves.
+
+    `name` is any task of a result or sweep file: the names of this registry, of the sequence tasks, of the harness.
+    """
+    own = getattr(_TASKS.get(name), "wording", None) or sequence_wording(name)
+    return own if isinstance(own, Wording) else Wording(name, "")
 
 
 def create_task(name: str, **options: Any) -> Task:

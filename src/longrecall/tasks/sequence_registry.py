@@ -9,6 +9,7 @@ from longrecall.errors import UserError, did_you_mean
 from longrecall.tasks.mad import TASKS as MAD_TASKS
 from longrecall.tasks.mqar import Mqar
 from longrecall.tasks.sequences import SequenceTask
+from longrecall.tasks.wording import Wording
 
 _TASKS: dict[str, type[Any]] = {task.name: task for task in (Mqar, *MAD_TASKS)}
 
@@ -16,6 +17,11 @@ _TASKS: dict[str, type[Any]] = {task.name: task for task in (Mqar, *MAD_TASKS)}
 def sequence_task_names() -> tuple[str, ...]:
     """Return the names of all sequence tasks, in the order of the table."""
     return tuple(_TASKS)
+
+
+def sequence_wording(name: str) -> Wording | None:
+    """Return what the sequence task `name` is called and asks, in words; None for an unknown name."""
+    return _TASKS[name].wording if name in _TASKS else None
 
 
 def create_sequence_task(name: str, **settings: Any) -> SequenceTask:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from longrecall.errors import UserError
 from longrecall.tasks.encoding import draw_integers, sample_generator
+from longrecall.tasks.wording import Wording
 
 Ints = NDArray[np.int64]
 Batch = tuple[Ints, Ints]
@@ -31,6 +32,8 @@ class SequenceTask(Protocol):
 
     name: ClassVar[str]
     """The registered name."""
+    wording: ClassVar[Wording]
+    """What reports call it, and what it asks, in words."""
     readout: ClassVar[Readout]
     """Where the answers are read from; see the module's first lines."""
 

@@ -46,6 +46,7 @@ from longrecall.tasks.encoding import (
     TextEncoder,
     sample_generator,
 )
+from longrecall.tasks.wording import Wording, length_place
 
 Ints = NDArray[np.int64]
 Bounds = tuple[int, int]
@@ -238,6 +239,12 @@ class Babilong:
     answer_tokens: int = 32
 
     name: ClassVar[str] = "babilong"
+    wording: ClassVar[Wording] = Wording(
+        "stories",
+        "The sentences of a small story are scattered through a book; the question at the end needs one of them, or "
+        "several put together.",
+        length_place,
+    )
 
     def __post_init__(self) -> None:
         """Check the options before anything runs."""

@@ -25,6 +25,7 @@ from longrecall.tasks.encoding import Cell, ChoiceSample, PieceEncoder, sample_g
 from longrecall.tasks.in_context.demonstrations import Demonstrations, Example
 from longrecall.tasks.in_context.sources import SOURCES
 from longrecall.tasks.rows import Rows, local_file, read_hub, read_jsonl, text_field, text_list
+from longrecall.tasks.wording import Wording
 
 DRAWS = (100, 13, 21, 42, 87)
 """The published seeds of the demonstrations."""
@@ -70,6 +71,10 @@ class MetaICL:
     opening: bool = True
 
     name: ClassVar[str] = "metaicl"
+    wording: ClassVar[Wording] = Wording(
+        "published few-shot tasks",
+        "The model sees a few solved examples of a data set and must choose the right answer for one more.",
+    )
     version: ClassVar[int] = 1
     choices: ClassVar[bool] = True
 

@@ -30,6 +30,7 @@ from longrecall.errors import UserError, did_you_mean
 from longrecall.tasks.babilong.world import Draws
 from longrecall.tasks.encoding import Cell, ChoiceSample, PieceEncoder, sample_generator
 from longrecall.tasks.in_context.demonstrations import Demonstrations, Example
+from longrecall.tasks.wording import Wording
 
 LABELS = ("apple", "river", "stone", "cloud", "table", "green", "paper", "horse", "music", "winter", "silver", "bread")
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
@@ -135,6 +136,11 @@ class InContext:
     opening: bool = True
 
     name: ClassVar[str] = "in_context"
+    wording: ClassVar[Wording] = Wording(
+        "made-up mappings",
+        "The model sees some inputs with their labels, whose meaning is drawn anew each time, and must find "
+        "the label of a new input.",
+    )
     version: ClassVar[int] = 1
     choices: ClassVar[bool] = True
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from longrecall.tasks.encoding import draw_integers
 from longrecall.tasks.sequences import Batch, Readout, Split, check_at_least
+from longrecall.tasks.wording import Wording
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Compression:
     """Tokens of a row."""
 
     name: ClassVar[str] = "mad_compression"
+    wording: ClassVar[Wording] = Wording(
+        "compression",
+        "A row of random tokens must be rebuilt from what the model holds at its last token.",
+    )
     readout: ClassVar[Readout] = "last_state"
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ from longrecall.errors import UserError
 from longrecall.tasks.encoding import IGNORE, draw_integers
 from longrecall.tasks.mad.pairs import CHUNK, first_occurrence
 from longrecall.tasks.sequences import Batch, Ints, Readout, Split, check_at_least, draw_distinct
+from longrecall.tasks.wording import Wording
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,10 @@ class FuzzyRecall:
     """Tokens of the longest value."""
 
     name: ClassVar[str] = "mad_fuzzy_recall"
+    wording: ClassVar[Wording] = Wording(
+        "fuzzy recall",
+        "As in-context recall, with keys and values of several tokens.",
+    )
     readout: ClassVar[Readout] = "positions"
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from longrecall.errors import UserError
 from longrecall.tasks.encoding import IGNORE, draw_integers
 from longrecall.tasks.sequences import Batch, Ints, Readout, Split, check_at_least
+from longrecall.tasks.wording import Wording
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Memorization:
     """Of the map from keys to values."""
 
     name: ClassVar[str] = "mad_memorization"
+    wording: ClassVar[Wording] = Wording(
+        "memorization",
+        "Facts that no row shows must be learned by heart in training.",
+    )
     readout: ClassVar[Readout] = "positions"
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from longrecall.errors import UserError
 from longrecall.tasks.encoding import IGNORE, draw_integers
 from longrecall.tasks.mad.pairs import CHUNK, first_occurrence
 from longrecall.tasks.sequences import Batch, Ints, Readout, Split, check_at_least, check_between
+from longrecall.tasks.wording import Wording
 
 
 def _check_pairs(name: str, length: int, tokens: int) -> None:
@@ -101,6 +102,10 @@ class InContextRecall:
     """Tokens of all pairs, even; a row has one less."""
 
     name: ClassVar[str] = "mad_in_context_recall"
+    wording: ClassVar[Wording] = Wording(
+        "in-context recall",
+        "Pairs of a key and a value follow each other; when a key comes again, its value must be named.",
+    )
     readout: ClassVar[Readout] = "positions"
 
     def __post_init__(self) -> None:
@@ -144,6 +149,10 @@ class NoisyRecall:
     """Probability of a pair to be noise."""
 
     name: ClassVar[str] = "mad_noisy_recall"
+    wording: ClassVar[Wording] = Wording(
+        "noisy recall",
+        "As in-context recall, with random tokens between the pairs.",
+    )
     readout: ClassVar[Readout] = "positions"
 
     def __post_init__(self) -> None:

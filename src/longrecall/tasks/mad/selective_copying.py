@@ -20,6 +20,7 @@ import numpy as np
 from longrecall.errors import UserError
 from longrecall.tasks.encoding import IGNORE, draw_integers
 from longrecall.tasks.sequences import Batch, Readout, Split, check_at_least
+from longrecall.tasks.wording import Wording
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class SelectiveCopying:
     """Tokens to copy."""
 
     name: ClassVar[str] = "mad_selective_copying"
+    wording: ClassVar[Wording] = Wording(
+        "selective copying",
+        "Tokens that stand between blanks must be repeated in their order.",
+    )
     readout: ClassVar[Readout] = "positions"
 
     def __post_init__(self) -> None:

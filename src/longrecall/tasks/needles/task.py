@@ -59,6 +59,7 @@ from longrecall.tasks.needles.haystack import (
 from longrecall.tasks.needles.pieces import Frame, Ints, array, essay
 from longrecall.tasks.needles.wording import KINDS, Kind, draw_distinct, draw_keys, draw_values
 from longrecall.tasks.text import shipped_text
+from longrecall.tasks.wording import Wording, length_place
 
 
 @dataclass(frozen=True)
@@ -225,48 +226,88 @@ class NiahSingle1(Needles):
     """One needle with a number in a noise line that repeats."""
 
     name: ClassVar[str] = "niah_single_1"
+    wording: ClassVar[Wording] = Wording(
+        "one needle in noise",
+        "One number is hidden in a long text of one repeated line; the model is asked for it.",
+        length_place,
+    )
 
 
 class NiahSingle2(Needles):
     """One needle with a number in an essay."""
 
     name: ClassVar[str] = "niah_single_2"
+    wording: ClassVar[Wording] = Wording(
+        "one needle in an essay",
+        "One number is hidden in a long essay; the model is asked for it.",
+        length_place,
+    )
 
 
 class NiahSingle3(Needles):
     """One needle with a UUID in an essay."""
 
     name: ClassVar[str] = "niah_single_3"
+    wording: ClassVar[Wording] = Wording(
+        "one long needle in an essay",
+        "One code of 36 characters is hidden in a long essay; the model is asked for it.",
+        length_place,
+    )
 
 
 class NiahMultikey1(Needles):
     """Four needles with different keys in an essay; one is asked for."""
 
     name: ClassVar[str] = "niah_multikey_1"
+    wording: ClassVar[Wording] = Wording(
+        "one of four needles",
+        "Four numbers with different names are hidden in a long essay; the model is asked for one of them.",
+        length_place,
+    )
 
 
 class NiahMultikey2(Needles):
     """One needle among needles with other keys."""
 
     name: ClassVar[str] = "niah_multikey_2"
+    wording: ClassVar[Wording] = Wording(
+        "a needle among needles",
+        "The whole text is made of sentences that each give a name its number; the model is asked for one of them.",
+        length_place,
+    )
 
 
 class NiahMultikey3(Needles):
     """One needle among needles with other keys; keys and values are UUIDs."""
 
     name: ClassVar[str] = "niah_multikey_3"
+    wording: ClassVar[Wording] = Wording(
+        "a long needle among needles",
+        "The whole text is made of sentences that each give a code its own code; the model is asked for one of them.",
+        length_place,
+    )
 
 
 class NiahMultivalue(Needles):
     """Four values of one key in an essay; all are asked for."""
 
     name: ClassVar[str] = "niah_multivalue"
+    wording: ClassVar[Wording] = Wording(
+        "four values of one needle",
+        "Four numbers with the same name are hidden in a long essay; the model must give them all.",
+        length_place,
+    )
 
 
 class NiahMultiquery(Needles):
     """Four keys with a value each in an essay; all are asked for."""
 
     name: ClassVar[str] = "niah_multiquery"
+    wording: ClassVar[Wording] = Wording(
+        "four needles at once",
+        "Four numbers with different names are hidden in a long essay; the model must give them all.",
+        length_place,
+    )
 
 
 TASKS: tuple[type[Needles], ...] = (

@@ -33,6 +33,7 @@ from longrecall.tasks.question_answering.passages import best_passages, bm25, sp
 from longrecall.tasks.question_answering.prompts import PROMPTS, STYLES, Row, build_prompt, parse_row
 from longrecall.tasks.question_answering.sources import SOURCES
 from longrecall.tasks.rows import Rows, local_file, read_hub, read_jsonl
+from longrecall.tasks.wording import Wording
 
 TEXT_METRICS = ("f1", "exact", "contains", "bleu", "rouge_l", "meteor")
 """What `longrecall.evaluation.text_metrics` can compute; a test holds the two lists together."""
@@ -78,6 +79,10 @@ class QuestionAnswering:
     passages_first: bool = True
 
     name: ClassVar[str] = "question_answering"
+    wording: ClassVar[Wording] = Wording(
+        "questions about documents",
+        "The model reads a document and answers a question about it in its own words.",
+    )
     version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
