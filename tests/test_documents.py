@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from longrecall.cli import eval as eval_verb
-from longrecall.cli.main import VERBS, build_parser
+from longrecall.cli.main import VERBS, build_parser, main
 from longrecall.cli.task_options import parse_task_options
+from longrecall.evaluation.results import read_result
 from longrecall.evaluation.suites import SUITES
+from longrecall.models.formats import FORMATS
+from longrecall.surgery.layer_selection import select_layers
 from longrecall.sweep.recipe import SweepRecipe
 from longrecall.tasks.registry import task_names
 from longrecall.training.recipe import Recipe
@@ -108,3 +112,104 @@ def test_the_evaluation_page_names_every_suite() -> None:
         first = name.split("-")[0] if not name.startswith("-") else first
         told.add(first + name if name.startswith("-") else name)
     assert told == set(SUITES)
+
+
+# ---- the README: its commands run, and its numbers are those of the records
+
+README = ROOT / "README.md"
+ASSETS = ROOT / "src" / "longrecall" / "assets"
+SMALL = {
+    "train": ["--set", "run.tokens=512", "--set", "run.batch_size=1", "--set", "run.save_every=9"],
+    "eval": ["--samples", "1", "--lengths", "256", "--pairs", "2", "--depths", "0.5"],
+    "sweep": ["--dry-run"],
+}
+"""What a command of the README is given besides, so that it runs in a second: the same work, less of it."""
+
+
+def readme_text() -> str:
+    return " ".join(README.read_text(encoding="utf-8").split())
+
+
+def readme_commands() -> list[list[str]]:
+    return commands("\n".join(re.findall(r"```sh\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)))
+
+
+def test_every_command_of_the_readme_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other in an empty folder, CKPT the shipped model and TEXT a shipped book."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text((ASSETS / "text" / "train.txt").read_text(encoding="utf-8")[:20000])
+    found = readme_commands()
+    assert len(found) == 9
+    for words in found:
+        real = [w.replace("CKPT", str(ASSETS / "mamba2-base")).replace("TEXT", "text.txt") for w in words]
+        if words[0] == "train" and "run.output=trained/" not in words:
+            real += ["--set", "run.output=other/"]  # its own output lies in runs/, which is the same here
+        assert main([*real, *SMALL.get(words[0], [])]) == 0, shlex.join(words)
+    made = {"before.json", "after.json", "report.html", "bigger", "trained", "retrieving"}
+    assert made <= {path.name for path in tmp_path.iterdir()}
+    assert "<h2" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    names: dict[str, object] = {}
+    exec(code.replace('"CKPT"', repr(str(ASSETS / "mamba2-base"))), names)
+    assert "model" in names and (tmp_path / "bigger" / "config.json").exists()
+
+
+def test_the_readme_is_short_and_says_the_price_before_the_demo() -> None:
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 130
+    text = "\n".join(lines)
+    before = text[: text.index("make demo")]
+    assert "GB of disk" in before and "about five\nminutes on two cores" in before
+    # Where a name of the program stands first, its words have been said.
+    assert text.index('("phone book")') < text.index("phonebook")
+
+
+def test_the_readme_says_what_the_demo_recorded() -> None:
+    results = {n: read_result(ROOT / "experiments" / "results" / "demo" / f"{n}.json") for n in DEMO}
+    at_24 = {
+        name: entry["value"]
+        for name, result in results.items()
+        for entry in result["results"]
+        if entry["task"] == "phonebook" and entry["cell"]["pairs"] == 24
+    }
+    bits = {name: result["summary"]["bits_per_byte"] for name, result in results.items()}
+    text = readme_text()
+    words = (
+        "recalls {before:.0%} of the numbers among 24 pairs before, {after:.0%} after, and the control {control:.0%}"
+    )
+    assert words.format(**at_24) in text
+    words = "ordinary text takes {after:.2f} bits per byte instead of {before:.2f} (control {control:.2f})"
+    assert words.format(**bits) in text
+    sizes = {name: result["checkpoint"]["state_size"] for name, result in results.items()}
+    assert sizes["after"] == 4 * sizes["before"] and "enlarges its state four times" in text
+
+
+DEMO = ("before", "after", "control")
+
+
+def test_the_readme_says_what_its_picture_shows() -> None:
+    rows = json.loads((ROOT / "experiments" / "results" / "post_training_mamba2.json").read_text())["results"]
+
+    def share(arm: str) -> float:
+        found = [row["phonebook"]["32"] for row in rows if row["arm"] == arm and not row.get("state_passing")]
+        return sum(right for right, *_ in found) / sum(asked for _, asked, *_ in found)
+
+    text = readme_text()
+    assert f"Among 32 pairs it gives {share('base'):.0%} of the numbers" in text
+    assert f"a state four times as large and 9.8M more tokens {share('perturb'):.0%}" in text
+    assert f'without a larger state ("not enlarged") {share("plain"):.0%}' in text
+    assert f"({share('perturb'):.0%} and {share('preserve'):.0%} among 32 pairs)" in text
+
+
+def test_the_readme_says_which_layers_and_which_init() -> None:
+    text = readme_text()
+    assert "takes layers 0, 6, 12 and so on. A model of up to six layers gets layer 0 alone" in text
+    assert select_layers("every:6", 13) == (0, 6, 12)
+    assert [select_layers("every:6", layers) for layers in (3, 6, 7)] == [(0,), (0,), (0, 6)]
+    assert parser_of("expand").get_default("init") == "preserve" and "Keep `preserve`, the default" in text
+    assert "Mamba-1 is read" in text and "transformers_mamba" in {entry.name for entry in FORMATS.values()}
