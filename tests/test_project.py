@@ -41,6 +41,7 @@ NEED_EXTRAS = {
         "drawing",
         "length_plots",
         "length_sections",
+        "opening_sections",
         "overview_plots",
         "overview_sections",
         "plots",

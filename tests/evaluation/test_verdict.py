@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from longrecall.evaluation.comparison import compare_files
+from longrecall.evaluation.differences import difference_of
 from longrecall.evaluation.outcomes import pack_scores
-from longrecall.evaluation.verdict import Verdict, all_in_words, compare_in_words, describe_in_words, difference_of
+from longrecall.evaluation.verdict import Verdict, all_in_words, compare_in_words, describe_in_words
 
 from .test_comparison import BETTER, KEY, WORSE, bits, entry, result
 

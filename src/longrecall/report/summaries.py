@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from longrecall.evaluation.comparison import asked_alike
+from longrecall.evaluation.differences import common_cells, difference_of
 from longrecall.evaluation.statistics import independent_difference, mean_interval
-from longrecall.evaluation.verdict import common_cells, difference_of
 from longrecall.report.inputs import Evaluation, Measurement
 from longrecall.units import format_length
 
