@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+import longrecall
 from longrecall.cli.main import main
+from longrecall.demo import job
 from longrecall.demo.job import MARKER, _prepare, run_demo
 from longrecall.demo.processes import Process, wait_for
 from longrecall.demo.table import closing_table, verdict
@@ -61,6 +63,24 @@ def test_table_shows_every_cell_and_survives_a_diverged_one() -> None:
     table = closing_table(before, after, before)
     assert "phone book among 8 pairs" in table and "diverged" in table and "1,024" in table
     assert "perplexity" not in table
+
+
+def test_its_files_can_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"PAIRS": (1,), "LENGTHS": (512,), "WINDOWS": 2, "KEY_LENGTHS": (256,), "KEYS": 2}
+    for name, value in sizes.items():
+        monkeypatch.setattr(job, name, value)
+    assets = Path(longrecall.__file__).parent / "assets"
+    result = job._measure(assets / "mamba2-base", tmp_path / "before.json", "A fox ran by. " * 100, 2)
+    assert result == json.loads((tmp_path / "before.json").read_text())
+    tasks = ["phonebook", "bits_per_byte", "passkey"]
+    assert result["settings"]["tasks"] == list(result["task_definition"]) == tasks
+    assert list(result["settings"]["options"]) == tasks
+    assert result["summary"].keys() == result["summary_intervals"].keys()
+    assert main(["compare", str(tmp_path / "before.json"), str(tmp_path / "before.json")]) == 0
+    table = capsys.readouterr().out
+    assert all(task in table for task in tasks) and "left out" not in table
 
 
 def test_only_a_folder_of_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
@@ -138,6 +158,8 @@ def test_the_whole_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "phone book among 8 pairs" in table
     page = (tmp_path / "demo" / "report.html").read_text()
     assert "control" in page and "http" not in page.split("<body")[1].split("<svg")[0]
-    import longrecall
-
+    files = [str(tmp_path / "demo" / f"{name}.json") for name in ("before", "after", "control")]
+    for other in files[1:]:
+        assert main(["compare", files[0], other]) == 0
+        assert "left out" not in capsys.readouterr().out
     assert longrecall.load(tmp_path / "demo" / "checkpoint").state_size() == after["checkpoint"]["state_size"]

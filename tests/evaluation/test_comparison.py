@@ -15,10 +15,11 @@ from longrecall.errors import UserError
 from longrecall.evaluation import compare_files
 from longrecall.evaluation.outcomes import pack_answers, pack_scores, unpack
 from longrecall.evaluation.paired import holm
-from longrecall.evaluation.results import GENERATOR, definition
+from longrecall.evaluation.results import GENERATOR, definition, joined, summarise, summary_intervals
 
 from .conftest import tiny_model
 
+RECORDED = Path(__file__).parents[2] / "experiments" / "results" / "demo"
 OPTIONS = {"passkey": {"form": "statex", "digits": 5}, "phonebook": {"letters": 2}, "bits_per_byte": {"text": "abc"}}
 
 
@@ -121,12 +122,62 @@ def test_what_one_file_lacks_is_left_out_and_said(write: Callable[..., list[str]
     assert reasons == [f"not in {b}", f"diverged in {b}", f"no outcomes in {a}"]
 
 
+def test_results_of_several_tasks_joined_are_compared_task_by_task(write: Callable[..., list[str]]) -> None:
+    books = [entry("phonebook", {"pairs": 4, "distance": 0}, right) for right in (WORSE, BETTER)]
+    text = bits(256, [1.0, 2.0]) | {"bytes": 200}
+    options = {name: OPTIONS[name] for name in ("phonebook", "bits_per_byte")}
+    first = [result(book, text, options=options, tasks=list(options)) for book in books]
+    keys = {"options": {"passkey": OPTIONS["passkey"]}, "tasks": ["passkey"]}
+    second = [result(entry("passkey", KEY, right[:32]), samples=32, lengths=[9], **keys) for right in (WORSE, BETTER)]
+    pair = [joined(parts) for parts in zip(first, second, strict=True)]
+    assert pair[0]["settings"]["by_task"] == {"passkey": {"lengths": [9], "samples": 32}}
+    assert pair[0]["settings"]["tasks"] == ["phonebook", "bits_per_byte", "passkey"]
+    assert pair[0]["task_definition"].keys() == pair[0]["settings"]["options"].keys() == OPTIONS.keys()
+    assert pair[0]["summary"] == summarise(pair[0]["results"])
+    comparison = compare_files(*write(*pair))
+    assert len(comparison["results"]) == 3 and comparison["left_out"] == []
+    # An evaluation of one of the tasks alone was asked the same.
+    assert [row["task"] for row in compare_files(*write(pair[0], second[1]))["results"]] == ["passkey"]
+    pair[1]["settings"]["by_task"]["passkey"]["samples"] = 33
+    with pytest.raises(UserError, match=r"settings\.samples is 32 in the one and 33 in the other"):
+        compare_files(*write(*pair))
+
+
+def test_what_an_older_file_does_not_define_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """The demo's recorded files are of a version that wrote no definition of pass keys."""
+    files = [str(RECORDED / name) for name in ("before.json", "after.json")]
+    assert main(["compare", *files]) == 0
+    table = capsys.readouterr().out
+    assert table.count("phonebook") == 6 and table.count("  better") == 4
+    (line,) = [line for line in table.splitlines() if line.startswith("left out")]
+    assert line.startswith("left out: passkey accuracy, 9 cells: ") and line.endswith("run eval, or demo, again")
+    assert main(["compare", *files, "--tasks", "passkey"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "no cell to compare" in line and "run eval, or demo, again" in line
+
+
+def test_a_part_of_a_group_was_asked_as_the_group(write: Callable[..., list[str]]) -> None:
+    options = {"lm_eval:sums": {"shots": None}}
+    files = [
+        result(entry("lm_eval:sums_easy", {}, right) | {"part_of": "lm_eval:sums"}, options=options)
+        for right in (WORSE, BETTER)
+    ]
+    assert [row["task"] for row in compare_files(*write(*files))["results"]] == ["lm_eval:sums_easy"]
+    del files[1]["results"][0]["part_of"]
+    with pytest.raises(UserError, match=r"no task_definition\.lm_eval:sums_easy"):
+        compare_files(*write(*files))
+
+
 def test_tasks_and_metrics_narrow_what_is_tested(write: Callable[..., list[str]]) -> None:
     book = entry("phonebook", {"pairs": 4, "distance": 0}, [3, 4], 4)
     exact = entry("passkey", KEY, WORSE, metric="exact_match")
     files = write(*[result(entry("passkey", KEY, WORSE), exact, book)] * 2)
     assert len(compare_files(*files, metrics=["accuracy", "exact_match"])["results"]) == 3
     assert {row["metric"] for row in compare_files(*files)["results"]} == {"accuracy"}
+    cost = {**exact, "metric": "perplexity", "outcomes": None}
+    (row,) = compare_files(*write(*[result(cost, entry("passkey", KEY, WORSE))] * 2))["results"]
+    assert row["metric"] == "accuracy", "the first that can be tested"
+    files = write(*[result(entry("passkey", KEY, WORSE), exact, book)] * 2)
     assert [row["task"] for row in compare_files(*files, tasks=["phonebook"])["results"]] == ["phonebook"]
     assert len(compare_files(*files, metrics=["accuracy"])["results"]) == 2
     with pytest.raises(UserError, match=r'neither file has the task "phonebok"; .* Did you mean "phonebook"'):
@@ -153,7 +204,7 @@ def with_options(task: str, **fields: Any) -> dict[str, Any]:
         (with_options("passkey", new=None, old=1), "settings.options.passkey.old is absent in the one and 1 in"),
         (changed(generator={"samples": "2"}), "generator is"),
         (changed(task_definition={"passkey": "0" * 64, "bits_per_byte": "0" * 64}), "task_definition.bits_per_byte is"),
-        (changed(task_definition={}), "b.json has no task_definition.bits_per_byte; run eval again"),
+        (changed(task_definition={}), "b.json has no task_definition.bits_per_byte"),
         (changed() | {"settings": changed()["settings"] | {"lengths": [512, 1024]}}, "leave bits_per_byte out"),
         (result(entry("passkey", KEY, BETTER[:63])), "64 in 64 sequences in the one and 63 in 63 in the other"),
         (result(entry("passkey", KEY, [2] * 64, asked=2)), "or of other sizes"),
@@ -162,6 +213,8 @@ def with_options(task: str, **fields: Any) -> dict[str, Any]:
         (result(*[entry("passkey", KEY, BETTER)] * 2), "results[1] repeats accuracy of passkey"),
         (result(entry("passkey", KEY, BETTER) | {"outcomes": {}}), "its outcomes are damaged"),
         (changed(kind="training"), 'kind "training"'),
+        (changed() | {"settings": changed()["settings"] | {"lengths": ["x"]}}, "b.json: settings.lengths is"),
+        ({"log": []}, "b.json is no result file: it has no schema; give a file that eval wrote"),
     ],
 )
 def test_files_that_cannot_be_compared_are_refused_with_the_key(
@@ -233,8 +286,6 @@ def test_the_command_on_two_checkpoints(tmp_path: Path, tokenizer: Any, capsys: 
 
 
 def test_summaries_have_intervals(write: Callable[..., list[str]]) -> None:
-    from longrecall.evaluation.results import summarise, summary_intervals
-
     entries = [
         entry("passkey", {"length": length, "depth": 0.5}, BETTER) | {"low": 0.9, "high": 0.97} for length in (1, 2)
     ]

@@ -13,7 +13,7 @@ import torch
 from longrecall import RecurrentLM
 from longrecall.cli.main import main
 from longrecall.errors import UserError
-from longrecall.evaluation import check_result, evaluate
+from longrecall.evaluation import check_result, compare_files, evaluate
 from longrecall.evaluation.harness import HarnessTask
 from tests.evaluation.conftest import tiny_model
 from tests.evaluation.test_questions import Speaker
@@ -73,6 +73,9 @@ doc_to_target: "x"
 generation_kwargs: {until: ["o"], do_sample: true, temperature: 0.7}
 metric_list: [{metric: exact_match}]
 """,
+    "group": """group: tiny_group
+task: [tiny_choice, tiny_likelihood]
+""",
     "hub": """task: tiny_hub
 dataset_path: nobody/no-such-data-set
 output_type: generate_until
@@ -89,7 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("harness")
     (place / "generator.py").write_text(GENERATOR)
     for name, text in TASKS.items():
-        head = "test_split: test\n" if name == "hub" else HEAD
+        head = {"hub": "test_split: test\n", "group": ""}.get(name, HEAD)
         (place / f"{name}.yaml").write_text(text + head)
     return place
 
@@ -278,6 +281,14 @@ def test_the_verb_runs_both_kinds_of_tasks(checkpoint: Path, folder: Path, tmp_p
     assert {entry["task"] for entry in result["results"]} == {"lm_eval:tiny_choice", "phonebook"}
     assert result["settings"]["options"]["lm_eval:tiny_choice"]["shots"] == 2
     assert "lm_eval:tiny_choice.acc" in result["summary"]
+
+
+def test_a_group_can_be_compared(model: RecurrentLM, tokenizer: Any, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "group.json"
+    entries = bridge(model, tokenizer, folder, ["tiny_group"], samples=3, out=out)["results"]
+    assert {entry["part_of"] for entry in entries} == {"lm_eval:tiny_group"}
+    comparison = compare_files(out, out)
+    assert {row["task"] for row in comparison["results"]} == {"lm_eval:tiny_choice", "lm_eval:tiny_likelihood"}
 
 
 def test_text_ends_at_a_stop_or_at_its_number_of_tokens(tokenizer: Any) -> None:

@@ -108,9 +108,9 @@ def _notes(comparison: Mapping[str, Any]) -> list[str]:
 
 
 def _place(key: str, value: Any) -> str:
-    if isinstance(value, str) or key not in _PLACES:
-        return str(value) if isinstance(value, str) else f"{value:g}"
-    return format_length(int(value)) if value else "0"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return format_length(int(value)) if value and key in _PLACES else f"{value:g}"
 
 
 def _chance(p: float) -> str:

@@ -17,7 +17,7 @@ from longrecall.demo.processes import Process, TrainingProcess, wait_for
 from longrecall.demo.table import AFTER, BEFORE, CONTROL, closing_table, verdict
 from longrecall.errors import UserError
 from longrecall.evaluation.checkpoint import evaluate_checkpoint
-from longrecall.evaluation.results import read_json, read_result
+from longrecall.evaluation.results import joined, read_json, read_result
 from longrecall.files import check_replaceable, write_json
 from longrecall.report import build_report, check_extras
 from longrecall.surgery.expand import expand
@@ -142,9 +142,7 @@ def _measure(checkpoint: Path, out: Path, held_out: str, samples: int) -> dict[s
     )
     depths = {"passkey": {"depths": (0.0, 0.5, 1.0)}}
     keys = evaluate_checkpoint(checkpoint, ["passkey"], KEY_LENGTHS, KEYS, dtype="float32", options=depths)
-    result["results"] += keys["results"]
-    result["summary"] |= keys["summary"]
-    result["settings"]["passkey"] = keys["settings"]
+    result = joined([result, keys])
     write_json(out, result)
     return result
 

@@ -61,7 +61,7 @@ def compare_files(
     Args:
         first, second: result files of eval, with the same task definitions, seed and number of samples.
         tasks, metrics: names; others are left out, and not corrected for. None means all tasks, and of each its first
-            metric: the others judge the same answers again.
+            metric that has outcomes: the others judge the same answers again.
         alpha: the chance of one or more false verdicts, over all cells tested together.
 
     Returns:
@@ -70,7 +70,8 @@ def compare_files(
         (second - first) with its 95% interval ``low`` and ``high`` (None where `paired_interval` has none), ``units``,
         ``gained`` and ``lost`` (units on which the second scores higher and lower), ``p`` and ``method``
         (`paired_test`), ``adjusted`` (p by `holm` over all results) and ``verdict`` (``better``, ``worse``,
-        ``no clear change``). ``left_out`` lists what only one file has, or what has no outcomes, with the reason.
+        ``no clear change``). ``left_out`` lists what only one file has, what has no outcomes, and what a file does not
+        define, with the reason.
 
     Raises:
         UserError: a file that cannot be read or has no outcomes, different definitions (the key is named), seeds or
@@ -134,9 +135,10 @@ def _select(pair: Sequence[_File], names: Sequence[str] | None, what: str) -> No
 
 def _keep_first_metrics(pair: Sequence[_File]) -> None:
     first: dict[str, str] = {}
-    for file in pair:
-        for entry in file.entries.values():
-            first.setdefault(entry["task"], entry["metric"])
+    entries = [entry for file in pair for entry in file.entries.values()]
+    # A perplexity, say, is no mean over examples: the task's next metric can be tested.
+    for entry in sorted(entries, key=lambda entry: entry.get("outcomes") is None):
+        first.setdefault(entry["task"], entry["metric"])
     for file in pair:
         for key in [key for key, entry in file.entries.items() if entry["metric"] != first[entry["task"]]]:
             del file.entries[key]
@@ -144,25 +146,51 @@ def _keep_first_metrics(pair: Sequence[_File]) -> None:
 
 def _refuse_different(first: _File, second: _File) -> None:
     """Raise `UserError` that names the key by which the two files' questions differ."""
-    shared = {e["task"] for e in first.entries.values()} & {e["task"] for e in second.entries.values()}
-    for key in ("samples", "seed"):
-        _refuse_unequal(first, second, f"settings.{key}", [file.data["settings"].get(key) for file in (first, second)])
-    _refuse_unequal(first, second, "generator", [file.data.get("generator") for file in (first, second)])
-    for task in sorted(shared):
-        hashes = [_mapping(file.data.get("task_definition")).get(task) for file in (first, second)]
-        for file, found in zip((first, second), hashes, strict=True):
-            if not isinstance(found, str):
-                raise UserError(f"{file.source} has no task_definition.{task}; run eval again")
+    pair = (first, second)
+    _refuse_unequal(first, second, "generator", [file.data.get("generator") for file in pair])
+    tasks = [{entry["task"]: _asked_as(entry) for entry in file.entries.values()} for file in pair]
+    for task in sorted(tasks[0].keys() & tasks[1].keys()):
+        asked = [found[task] for found in tasks]
+        for key in ("samples", "seed"):
+            _refuse_unequal(first, second, f"settings.{key}", [_setting(file, task, key) for file in pair])
+        hashes = [_definition(file, name) for file, name in zip(pair, asked, strict=True)]
+        if None in hashes:
+            continue  # left out: what such a file asked is not known
         if hashes[0] != hashes[1]:
-            options = [_mapping(_mapping(file.data["settings"].get("options")).get(task)) for file in (first, second)]
+            recorded = [_mapping(file.data["settings"].get("options")) for file in pair]
+            options = [_mapping(fields.get(name)) for fields, name in zip(recorded, asked, strict=True)]
             for key in sorted(options[0].keys() | options[1].keys()):
                 values = [mapping.get(key) for mapping in options]
                 _refuse_unequal(first, second, f"settings.options.{task}.{key}", values)
             _refuse_unequal(first, second, f"task_definition.{task}", hashes)
-    if "bits_per_byte" in shared:
-        # Its windows are as long as the longest length, so they begin at other places for another one.
-        longest = [max(file.data["settings"].get("lengths") or [0]) for file in (first, second)]
-        _refuse_unequal(first, second, "settings.lengths", longest, "or leave bits_per_byte out with --tasks")
+        if task == "bits_per_byte":
+            # Its windows are as long as the longest length, so they begin at other places for another one.
+            longest = [_longest(file, task) for file in pair]
+            _refuse_unequal(first, second, "settings.lengths", longest, "or leave bits_per_byte out with --tasks")
+
+
+def _asked_as(entry: Mapping[str, Any]) -> str:
+    """The task that was asked for: that of the entry, or the group of harness tasks that it is a part of."""
+    return str(entry.get("part_of", entry["task"]))
+
+
+def _setting(file: _File, task: str, key: str) -> Any:
+    """What was set for this task, where a file holds several evaluations (`results.joined`), else for all."""
+    settings = file.data["settings"]
+    own = _mapping(_mapping(settings.get("by_task")).get(task))
+    return own.get(key, settings.get(key))
+
+
+def _longest(file: _File, task: str) -> int:
+    lengths = _setting(file, task, "lengths")
+    if not isinstance(lengths, list) or not all(isinstance(length, int) for length in lengths):
+        raise UserError(f"{file.source}: settings.lengths is {_short(lengths)}, no list of lengths; run eval again")
+    return max(lengths, default=0)
+
+
+def _definition(file: _File, task: str) -> str | None:
+    found = _mapping(file.data.get("task_definition")).get(task)
+    return found if isinstance(found, str) else None
 
 
 def _refuse_unequal(first: _File, second: _File, key: str, values: Sequence[Any], advice: str = "") -> None:
@@ -198,6 +226,13 @@ def _why_not(key: tuple[str, str], *files: _File) -> str:
     for file in files:
         if key not in file.entries:
             return f"not in {file.source}"
+    for file in files:
+        task = _asked_as(file.entries[key])
+        if _definition(file, task) is None:
+            return (
+                f"{file.source} has no task_definition.{task}, which says what was asked (an older version wrote it); "
+                "run eval, or demo, again"
+            )
     for file in files:
         if file.entries[key].get("outcomes") is None:
             known = file.entries[key].get("value") is not None

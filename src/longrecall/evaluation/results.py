@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,10 @@ _PARTS: dict[str, type] = {"checkpoint": dict, "settings": dict, "results": list
 
 def check_result(data: dict[str, Any], source: str) -> None:
     """Raise `UserError` unless `data` is an evaluation result of this schema; `source` names it in the message."""
-    if data.get("schema") != SCHEMA:
-        raise UserError(f"{source}: schema {data.get('schema')!r} is not {SCHEMA}; it was written by another version")
+    if "schema" not in data:
+        raise UserError(f"{source} is no result file: it has no schema; give a file that eval wrote")
+    if data["schema"] != SCHEMA:
+        raise UserError(f"{source}: schema {data['schema']!r} is not {SCHEMA}; it was written by another version")
     if data.get("kind") != "evaluation":
         raise UserError(f'{source}: kind {data.get("kind")!r} is not "evaluation"; give a file that eval wrote')
     for key, kind in _PARTS.items():
@@ -95,6 +97,32 @@ def definitions(tasks: Iterable[Any], options: Mapping[str, Mapping[str, Any]]) 
     """
     hashed = {task.name: definition(task.name, getattr(task, "version", 1), options[task.name]) for task in tasks}
     return {"task_definition": hashed, "generator": dict(GENERATOR)}
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one result of several that asked the same checkpoint different tasks, as `evaluate` writes it.
+
+    "lengths" and "samples" of the first part stand for all tasks; where a later part has others, they are recorded
+    under ``settings.by_task``, by the name of the task.
+    """
+    first, entries = parts[0], [entry for part in parts for entry in part["results"]]
+    settings = dict(first["settings"])
+    own = {
+        task: {key: part["settings"][key] for key in ("lengths", "samples") if part["settings"][key] != settings[key]}
+        for part in parts[1:]
+        for task in part["settings"]["tasks"]
+    }
+    settings["tasks"] = [task for part in parts for task in part["settings"]["tasks"]]
+    settings["options"] = {name: of for part in parts for name, of in part["settings"]["options"].items()}
+    settings |= {"by_task": by_task} if (by_task := {task: values for task, values in own.items() if values}) else {}
+    return {
+        **first,
+        "settings": settings,
+        "results": entries,
+        "summary": summarise(entries),
+        "summary_intervals": summary_intervals(entries),
+        "task_definition": {name: of for part in parts for name, of in part["task_definition"].items()},
+    }
 
 
 def environment(device: str) -> dict[str, str]:

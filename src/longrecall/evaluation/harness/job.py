@@ -63,7 +63,7 @@ class HarnessJob:
             advance(self.tokens * len(part))
 
     def entries(self, records: Records) -> list[dict[str, Any]]:
-        """Return the result entries: of each task under its own name, and of a group."""
+        """Return the result entries: of each task under its own name with ``part_of`` a group, and of the group."""
         from lm_eval import evaluator
 
         answers: dict[int, Any] = {}
@@ -94,7 +94,9 @@ class HarnessJob:
                 bootstrap_iters=1000,
                 log_samples=True,
             )
-        return result_entries(found, {name: len(documents) for name, documents in diverged.items()})
+        entries = result_entries(found, {name: len(documents) for name, documents in diverged.items()})
+        asked = self._task.name
+        return [entry if entry["task"] == asked else entry | {"part_of": asked} for entry in entries]
 
 
 def _recorded(answers: dict[int, Any]) -> Any:
