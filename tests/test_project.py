@@ -9,8 +9,11 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from packaging.requirements import Requirement
@@ -18,6 +21,7 @@ from packaging.utils import canonicalize_name
 
 import longrecall
 from longrecall.cli.main import VERBS, build_parser
+from longrecall.installing import install_command
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "longrecall"
@@ -30,28 +34,11 @@ HEIGHT = {"ops": 0, "layers": 1, "models": 2, "inference": 3, "demo": 5, "cli": 
 """A room imports its own height (without circles) and what lies below; files beside the rooms are free to all."""
 
 OPTIONAL = (
-    *("jinja2", "matplotlib", "datasets", "pyarrow", "tensorboard", "triton", "lm_eval", "wandb"),
-    *("nltk", "rouge_score", "sacrebleu"),
+    *("datasets", "pyarrow", "tensorboard", "triton", "lm_eval", "wandb", "liger_kernel"),
+    *("nltk", "rouge_score", "sacrebleu", "wonderwords"),
 )
-NEED_EXTRAS = {
-    f"longrecall.report.{name}"
-    for name in (
-        "diagnosis_plots",
-        "diagnosis_sections",
-        "drawing",
-        "length_plots",
-        "length_sections",
-        "opening_sections",
-        "overview_plots",
-        "overview_sections",
-        "plots",
-        "sections",
-        "sweep_plots",
-        "sweep_sections",
-    )
-}
 # Kernels need Triton where they are defined; backend.py, which everybody imports, does not.
-NEED_EXTRAS |= {
+NEED_EXTRAS = {
     ".".join(("longrecall", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
     for folder in ("*/triton", "*/hopper", "kernels")
     for path in (SOURCE / "ops").glob(f"{folder}/*.py")
@@ -145,6 +132,55 @@ def test_every_module_imports_without_the_extras() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def declared(extra: str | None = None) -> set[str]:
+    """Names under which packages are imported: of the base dependencies, or of an extra."""
+    project = PROJECT["project"]
+    found = project["dependencies"] if extra is None else project["optional-dependencies"][extra]
+    names = {canonicalize_name(Requirement(text).name).replace("-", "_") for text in found}
+    return {"yaml" if name == "pyyaml" else name for name in names}
+
+
+def late(path: Path) -> Iterator[tuple[str, bool]]:
+    """Packages of others that a file imports, and whether it does so late: in a function, or where it may fail."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree_parts = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Try) or _for_types(node)]
+    inside = {id(node) for part in tree_parts for node in ast.walk(part)}
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in {name.split(".")[0] for name in names} - {"longrecall", *sys.stdlib_module_names}:
+            yield name, id(node) in inside
+
+
+def _for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Everything imported is a base dependency, or belongs to an extra and is imported only where it is used."""
+    base, extras = declared(), {name for extra in ("data", "eval", "gpu", "logging") for name in declared(extra)}
+    assert {"torch", "transformers", "matplotlib", "jinja2", "yaml"} <= base
+    for path in FILES:
+        for name, is_late in late(path):
+            assert name in base | extras, f"{path.name} imports {name}, which pyproject.toml does not ask for"
+            assert name in base or is_late or module_name(path) in NEED_EXTRAS, f"{path.name} needs {name} at once"
+
+
+def test_advice_names_packages_and_not_our_extras() -> None:
+    """An index need not have this package; `-e ".[...]"` in a clone works."""
+    places = [*FILES, ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "constraints.txt"]
+    wrong = [path.name for path in places if re.search(r"longrecall\[[a-z,]+\]", path.read_text(encoding="utf-8"))]
+    assert wrong == []
+    assert install_command("lm_eval", "pyarrow", "nothing-of-ours").startswith('pip install "lm_eval>=')
+    assert install_command("nothing-of-ours") == "pip install nothing-of-ours"
+
+
+def test_without_metadata_the_names_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source tree on PYTHONPATH has none."""
+    monkeypatch.setattr("longrecall.installing.requires", Mock(side_effect=PackageNotFoundError("longrecall")))
+    assert install_command("lm-eval", "nltk") == "pip install lm-eval nltk"
 
 
 def test_importing_the_package_is_light() -> None:

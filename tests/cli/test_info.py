@@ -29,7 +29,7 @@ def test_backends_are_listed_with_their_reasons(
     assert {"gated_delta_rule", "silu_product", "look_up", "stepped_values"} < set(rows["triton"]["ops"])
     monkeypatch.setattr(triton, "_INSTALLED", False)
     assert main(["info", "--backends"]) == 0
-    assert 'not usable: Triton is not installed; pip install "longrecall[gpu]"' in capsys.readouterr().out
+    assert 'not usable: Triton is not installed; pip install "triton>=' in capsys.readouterr().out
 
 
 def test_plain_kernels_say_why_those_for_hopper_do_not_run(

@@ -16,7 +16,7 @@ from longrecall.evaluation.harness import include_path
 from tests.evaluation.conftest import tiny_model
 from tests.evaluation.test_questions import Speaker
 
-pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: pip install "longrecall[eval]"')
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
 # Of the packages that lm_eval brings, not of ours.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"

@@ -210,11 +210,11 @@ def test_more_files_than_styles(synthetic: SimpleNamespace) -> None:
     assert "state-size" not in page.ids()
 
 
-def test_without_the_extra_the_error_says_what_to_install(
+def test_without_a_package_the_error_says_what_to_install(
     synthetic: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(UserError, match=r"jinja2.*longrecall\[report\]"):
+    with pytest.raises(UserError, match=r"jinja2, which .*pip install .*matplotlib"):
         build_report(synthetic.write(a=synthetic.evaluation(5)), synthetic.folder / "r.html")
 
 

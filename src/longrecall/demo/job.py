@@ -19,7 +19,7 @@ from longrecall.errors import UserError
 from longrecall.evaluation.checkpoint import evaluate_checkpoint
 from longrecall.evaluation.results import joined, read_json, read_result
 from longrecall.files import check_replaceable, write_json
-from longrecall.report import build_report, check_extras
+from longrecall.report import build_report, check_packages
 from longrecall.surgery.expand import expand
 from longrecall.tasks.text import read_text
 from longrecall.training.recipe import Recipe
@@ -52,7 +52,7 @@ def run_demo(out: Path, steps: int | None = None, samples: int = 1024, force: bo
     assets = Path(str(resources.files("longrecall") / "assets"))
     base, text = assets / "mamba2-base", assets / "text"
     recipe = assets / "demo" / "recipe.yaml"
-    check_extras()
+    check_packages()
     _prepare(out, force)
     held_out = read_text(str(text / "held_out.txt"))
 

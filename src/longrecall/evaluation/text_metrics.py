@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from longrecall.errors import UserError, did_you_mean
 from longrecall.evaluation.outcomes import pack_answers, pack_scores
 from longrecall.evaluation.statistics import Interval, bootstrap_ratio_interval, clustered_wilson_interval
+from longrecall.installing import install_command
 from longrecall.tasks.encoding import Cell, QuestionSample
 from longrecall.tasks.registry import TextMetricTask
 
@@ -103,8 +104,9 @@ def _import(package: str, metric: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
+        name = package.replace("_", "-")
         raise UserError(
-            f'the metric {metric} needs {package.replace("_", "-")}; install it with: pip install "longrecall[eval]", '
+            f"the metric {metric} needs {name}; install it with: {install_command(name)}, "
             f"or leave {metric} out of the metrics"
         ) from None
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from longrecall import __version__
 from longrecall.errors import UserError
 from longrecall.files import check_no_input, write_text
+from longrecall.installing import install_command
 from longrecall.report.blocks import Plot, Section, spoken
 from longrecall.report.inputs import read_inputs
 
@@ -48,7 +49,7 @@ def build_report(
     """
     check_no_input(out, result_paths, _ELSEWHERE)
     inputs = read_inputs(result_paths, labels)
-    check_extras()
+    check_packages()
     from jinja2 import Environment, StrictUndefined
 
     from longrecall.report.drawing import describe
@@ -86,11 +87,12 @@ def _is_long(cell: str) -> bool:
     return any(len(line) > _LONG for line in cell.split("\n"))
 
 
-def check_extras() -> None:
-    """Raise UserError when jinja2 or matplotlib is not installed; long jobs ask before they begin."""
+def check_packages() -> None:
+    """Raise UserError when an installation has lost jinja2 or matplotlib; long jobs ask before they begin."""
     try:
         import jinja2  # noqa: F401
 
         import longrecall.report.sections  # noqa: F401
     except ModuleNotFoundError as error:
-        raise UserError(f"a report needs {error.name}; install it with pip install 'longrecall[report]'") from error
+        command = install_command("jinja2", "matplotlib")
+        raise UserError(f"a report needs {error.name}, which is not installed; run: {command}") from error

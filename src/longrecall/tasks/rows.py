@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from longrecall.errors import UserError
+from longrecall.installing import install_command
 
 _R = TypeVar("_R")
 
@@ -61,7 +62,7 @@ def read_hub(
         import datasets
     except ImportError:
         raise UserError(
-            'hub datasets need datasets; install it with: pip install "longrecall[data]", or give local jsonl files'
+            f"hub datasets need datasets; install it with: {install_command('datasets')}, or give local jsonl files"
         ) from None
     try:
         data = datasets.load_dataset(name, config, split=split, trust_remote_code=False)

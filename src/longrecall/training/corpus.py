@@ -14,6 +14,7 @@ import numpy as np
 
 from longrecall.errors import UserError
 from longrecall.files import expand_home
+from longrecall.installing import install_command
 
 DOCUMENT_END = b"\x0c"
 CHECK_AHEAD = 1 << 30
@@ -201,7 +202,7 @@ class ParquetCorpus:
         try:
             import pyarrow.parquet
         except ImportError:
-            raise UserError('parquet needs pyarrow; install it with: pip install "longrecall[data]"') from None
+            raise UserError(f"parquet needs pyarrow; install it with: {install_command('pyarrow')}") from None
         self._column = column
         self._opened: list[Any] = []
         self._names = list(files)

@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from longrecall.errors import UserError
 from longrecall.files import expand_home
+from longrecall.installing import install_command
 from longrecall.models.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint
 from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.compiling import compiled_layers
@@ -116,7 +117,10 @@ def _arguments(recipe: Recipe, output: Path) -> TrainingArguments:
     if report_to == "auto":
         report_to = "tensorboard" if importlib.util.find_spec("tensorboard") else "none"
     elif report_to != "none" and not importlib.util.find_spec(report_to):
-        raise UserError(f"run.report_to is {report_to}, which is not installed; install it, or set run.report_to=none")
+        raise UserError(
+            f"run.report_to is {report_to}, which is not installed; install it with: {install_command(report_to)}, "
+            "or set run.report_to=none"
+        )
     if run.precision == "fp16" and not torch.cuda.is_available():
         raise UserError("run.precision fp16 needs a GPU; use fp32, or bf16")
     arguments = TrainingArguments(

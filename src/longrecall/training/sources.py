@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longrecall.errors import UserError
+from longrecall.installing import install_command
 from longrecall.training.corpus import Corpus
 
 Ints = NDArray[np.int64]
@@ -269,7 +270,7 @@ class HubSource:
             import datasets
             from datasets.distributed import split_dataset_by_node
         except ImportError:
-            raise UserError('hub datasets need datasets; install it with: pip install "longrecall[data]"') from None
+            raise UserError(f"hub datasets need datasets; install it with: {install_command('datasets')}") from None
         try:
             data = datasets.load_dataset(
                 self._name, self._config, split=self._split, streaming=True, trust_remote_code=False

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from longrecall.errors import UserError, did_you_mean
+from longrecall.installing import install_command
 from longrecall.tasks.encoding import Cell
 
 PREFIX = "lm_eval:"
@@ -32,7 +33,7 @@ def require_lm_eval() -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             f"tasks named {PREFIX}... need lm-evaluation-harness, which is not installed; "
-            'install it with: pip install "longrecall[eval]"'
+            f"install it with: {install_command('lm-eval')}"
         )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longrecall.installing import install_command
+
 MODULES = {
     "gated_linear_attention": "linear_attention.triton.chunked",
     "merged_linear_attention": "linear_attention.triton.chunked",
@@ -47,12 +49,13 @@ OLDEST_CAPABILITY = (8, 0)
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 """Looked up once, and not in a function that remembers it: torch.compile would look into that, and warn."""
+_NOT_INSTALLED = f"Triton is not installed; {install_command('triton')}"
 
 
 def unavailable() -> str | None:
     """Why no kernel can run on this machine, in words; None = they can. TRITON_INTERPRET=1 needs no GPU."""
     if not _INSTALLED:
-        return 'Triton is not installed; pip install "longrecall[gpu]"'
+        return _NOT_INSTALLED
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if not torch.cuda.is_available():
