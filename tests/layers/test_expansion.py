@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from longrecall.errors import UserError
-from longrecall.layers.expansion import EXPANDERS, MOST, ExpansionConfig, default_rank
+from longrecall.layers.descriptions.expansion import MOST, ExpansionConfig, default_rank
+from longrecall.layers.expansion import EXPANDERS
 from longrecall.layers.mixers.registry import mixer_config
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM

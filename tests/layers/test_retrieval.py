@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from longrecall.diagnostics.effective_remembrance import join_rows
 from longrecall.errors import UserError
+from longrecall.layers.descriptions.retrieval import RUNNERS_UP
 from longrecall.layers.retrieval.module import Retrieval
-from longrecall.layers.retrieval.weights import RUNNERS_UP
 from longrecall.layers.tokens import EMBEDDING_EPS
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM

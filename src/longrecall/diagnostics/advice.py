@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longrecall import surgery  # noqa: F401 (importing it registers the methods)
-from longrecall.layers.retrieval.config import RetrievalConfig
+from longrecall.layers.descriptions.retrieval import RetrievalConfig
 from longrecall.surgery.registry import ANY_MIXER, METHODS
 
 

@@ -12,8 +12,7 @@ import torch
 
 from longrecall.inference.as_built import why_not_as_built
 from longrecall.inference.segments import LENGTHS
-from longrecall.layers.mixers.base import MixerConfig
-from longrecall.layers.stepping.step import NO_ROOM
+from longrecall.layers.descriptions.base import NO_ROOM, MixerConfig
 from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
 from longrecall.models.state import RecurrentState
 

@@ -16,19 +16,14 @@ shared and the outputs of a head's subheads added up (equation 10). Without subh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrecall.errors import UserError, did_you_mean
-
-MOST = 16
-"""The largest expansion factor E, as far as the paper goes."""
+from longrecall.layers.descriptions.expansion import ExpansionConfig, default_rank
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -136,99 +131,9 @@ EXPANDERS: dict[str, type[Expander] | None] = {
 """Every kind and the module between projection and convolution; None = there is none (the mixer has more heads)."""
 
 
-@dataclass(frozen=True)
-class ExpansionConfig:
-    """How a mixer's queries and keys are widened; `kind` and `factor` decide, the rest has defaults.
-
-    Raises:
-        UserError: an unknown kind or activation, a factor outside 1..16, or a field that the kind has no use for.
-    """
-
-    kind: str
-    """One of `EXPANDERS`."""
-    factor: int
-    """E: how many times as large the state becomes, 1 to 16. The paper's E = 1 is a mixer without expansion; a factor
-    of 1 here still has the activation and the matrix of its kind."""
-    activation: str | None = None
-    """One of `ACTIVATIONS`; None = silu where the kind has a place for one."""
-    subheads: bool = True
-    """Cut the E * D channels of a head into E subheads of D."""
-    rank: int | None = None
-    """low_rank alone: width of the bottleneck; None = as many parameters as headwise, rounded down."""
-    grafted: bool = False
-    """headwise alone: the first subhead is the projected head as it is, and a learned scale weighs the outputs of the
-    others. This is how surgery adds subheads to a trained layer without changing it."""
-
-    def __post_init__(self) -> None:
-        for name, value in (("kind", self.kind), ("activation", self.activation)):
-            if not isinstance(value, str) and (name, value) != ("activation", None):
-                raise UserError(f"expansion: {name} must be a name, got {value!r}")
-        if self.kind not in EXPANDERS:
-            hint = did_you_mean(str(self.kind), EXPANDERS)
-            raise UserError(f'expansion: unknown kind "{self.kind}"; there are {", ".join(EXPANDERS)}.{hint}')
-        if not isinstance(self.factor, int) or isinstance(self.factor, bool) or not 1 <= self.factor <= MOST:
-            raise UserError(f"expansion: factor must be a whole number from 1 to {MOST}, got {self.factor!r}")
-        for name in ("subheads", "grafted"):
-            if not isinstance(getattr(self, name), bool):
-                raise UserError(f"expansion: {name} must be true or false, got {getattr(self, name)!r}")
-        expander = EXPANDERS[self.kind]
-        if expander is not None and expander.has_activation:
-            if self.activation is None:
-                object.__setattr__(self, "activation", "silu")
-            if self.activation not in ACTIVATIONS:
-                hint = did_you_mean(str(self.activation), ACTIVATIONS)
-                known = ", ".join(ACTIVATIONS)
-                raise UserError(f'expansion: unknown activation "{self.activation}"; there are {known}.{hint}')
-        self._check_use()
-
-    def _check_use(self) -> None:
-        if self.activation is not None and self.kind in ("naive", "heads"):
-            raise UserError(f'expansion: kind "{self.kind}" has no place for an activation; leave it away')
-        if self.rank is not None and self.kind != "low_rank":
-            raise UserError(f'expansion: rank belongs to kind "low_rank", not to "{self.kind}"; leave it away')
-        if self.rank is not None and (not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1):
-            raise UserError(f"expansion: rank must be a positive whole number, got {self.rank!r}")
-        if self.kind == "dpfp" and self.factor % 2:
-            raise UserError(f'expansion: kind "dpfp" makes 2, 4, 6, ... times as many channels, not {self.factor}')
-        if self.kind == "heads" and not self.subheads:
-            raise UserError('expansion: kind "heads" adds whole heads; leave subheads away')
-        if self.grafted and (self.kind != "headwise" or not self.subheads or self.factor < 2):
-            raise UserError('expansion: grafted needs kind "headwise" with at least 2 subheads')
-
-    @classmethod
-    def from_dict(cls, description: object) -> Self:
-        """Build from plain data; raises UserError on an unknown or missing key, or a value that cannot be."""
-        if not isinstance(description, dict):
-            raise UserError(f'expansion must be a mapping such as {{"kind": "headwise", "factor": 4}}: {description!r}')
-        known = [field.name for field in fields(cls)]
-        for key in description:
-            if key not in known:
-                raise UserError(f'expansion has no field "{key}".{did_you_mean(str(key), known)}')
-        for key in ("kind", "factor"):
-            if key not in description:
-                raise UserError(f'expansion needs "{key}", as in {{"kind": "headwise", "factor": 4}}')
-        return cls(**description)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data that `from_dict` reads back; what the kind has no use for is left away."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        unused = {name for name in ("activation", "rank") if values[name] is None}
-        unused |= set() if self.kind == "headwise" else {"grafted"}
-        return {name: value for name, value in values.items() if name not in unused}
-
-    @property
-    def split(self) -> int:
-        """Subheads of a head: E, or 1 without subheads (or with more whole heads)."""
-        return self.factor if self.subheads and self.kind != "heads" else 1
-
-    def build(self, heads: int, width: int, hidden_size: int) -> Expander:
-        """The module for q or for k: `heads` heads of `width` D in a layer of width `hidden_size`."""
-        expander = EXPANDERS[self.kind]
-        if expander is None:
-            raise TypeError(f'an expansion of kind "{self.kind}" has no module: build a mixer with more heads')
-        return expander(self, heads, width, hidden_size)
-
-
-def default_rank(width: int, factor: int) -> int:
-    """The largest rank at which low_rank has no more parameters than headwise: r * (1 + E) <= E * D."""
-    return max(1, math.floor(factor * width / (factor + 1)))
+def build_expander(config: ExpansionConfig, heads: int, width: int, hidden_size: int) -> Expander:
+    """The module for q or for k: `heads` heads of `width` D in a layer of width `hidden_size`."""
+    expander = EXPANDERS[config.kind]
+    if expander is None:
+        raise TypeError(f'an expansion of kind "{config.kind}" has no module: build a mixer with more heads')
+    return expander(config, heads, width, hidden_size)

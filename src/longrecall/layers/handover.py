@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor, nn
 
-from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.descriptions.handover import HandoverConfig
+from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.nested import read_nested
 from longrecall.layers.tokens import TokenContext
-
-
-@dataclass(frozen=True)
-class HandoverConfig(MixerConfig):
-    """Two mixers in one layer."""
-
-    type: ClassVar[str] = "handover"
-    nested: ClassVar[tuple[str, ...]] = ("old", "new")
-
-    old: MixerConfig
-    new: MixerConfig
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"type": self.type, "old": self.old.to_dict(), "new": self.new.to_dict()}
-
-    def state_shapes(self) -> StateShapes:
-        return {
-            f"{path}.{name}": shape
-            for path, config in (("old", self.old), ("new", self.new))
-            for name, shape in config.state_shapes().items()
-        }
-
-    def build(self, hidden_size: int) -> Handover:
-        return Handover(self, hidden_size)
 
 
 class Handover(nn.Module):

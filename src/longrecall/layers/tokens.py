@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrecall.layers.mixers.base import MixerConfig
+from longrecall.layers.descriptions.base import MixerConfig
 from longrecall.layers.rotary import token_positions
 from longrecall.ops.projections.embedding import look_up
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from longrecall.layers.mixers.base import MixerConfig
-from longrecall.layers.retrieval.config import RetrievalConfig
+from longrecall.layers.descriptions.base import MixerConfig
+from longrecall.layers.descriptions.retrieval import RetrievalConfig
 from longrecall.models.config import RecurrentConfig
 
 STATE_BYTES = 4

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from longrecall.errors import UserError, did_you_mean
-from longrecall.layers.mixers.base import MixerConfig
+from longrecall.layers.descriptions.base import MixerConfig
 from longrecall.layers.mixers.registry import mixer_config
 from longrecall.models.limits import check_count, check_mixers
 from longrecall.models.value_checks import check_flag, check_mixer_values, check_number, check_whole

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from longrecall.errors import UserError
+from longrecall.layers.descriptions.retrieval import BLENDS, SELECTORS, RetrievalConfig
 from longrecall.layers.mixers.registry import mixer_config
-from longrecall.layers.retrieval.config import RetrievalConfig
-from longrecall.layers.retrieval.weights import BLENDS, SELECTORS, START_TEMPERATURE
+from longrecall.layers.retrieval.weights import START_TEMPERATURE
 from longrecall.surgery.fresh import uniform, usual_bound
 from longrecall.surgery.registry import ANY_MIXER, Method, MixerDescription, Option, Plan, Tensors, register
 

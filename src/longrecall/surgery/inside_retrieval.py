@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longrecall.errors import UserError
-from longrecall.layers.retrieval.config import RetrievalConfig
+from longrecall.layers.descriptions.retrieval import RetrievalConfig
 from longrecall.surgery.registry import ANY_MIXER, Method, MixerDescription, Plan, Tensors
 
 _OUTER, _INNER = "mixer.", "mixer.base."

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from longrecall.errors import UserError
-from longrecall.layers.expansion import MOST, ExpansionConfig
+from longrecall.layers.descriptions.expansion import MOST, ExpansionConfig
 from longrecall.surgery.fresh import MEASURED, SIZES, USUAL, measured_bound, uniform, usual_bound
 from longrecall.surgery.handover import handover_mixer, handover_tensors
 from longrecall.surgery.registry import Method, MixerDescription, Option, Plan, Tensors, register

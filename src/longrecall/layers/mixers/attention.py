@@ -6,15 +6,12 @@ here the positions say which columns hold one, -1 stands for none. With a window
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrecall.errors import UserError
-from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.descriptions.attention import AttentionConfig
+from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.norm import RMSNorm
 from longrecall.layers.rotary import apply_rotary, token_positions
 from longrecall.layers.stepping.step import Buffers, MixerStep, Progress, Step, StepSettings
@@ -27,56 +24,6 @@ FLASH_DTYPES = (torch.bfloat16, torch.float16)
 """What torch's flash attention serves on a GPU: twice as fast without a mask, and linear in memory in one piece."""
 META_SCALE = 0.02
 """Standard deviation of fresh meta keys and values: they begin as places to attend to that say nothing."""
-
-
-@dataclass(frozen=True)
-class AttentionConfig(MixerConfig):
-    """Sizes of a softmax-attention layer."""
-
-    type: ClassVar[str] = "attention"
-
-    num_heads: int
-    head_dim: int
-    kv_heads: int | None = None
-    """Key-value heads, a divisor of num_heads; None = num_heads."""
-    window: int | None = None
-    """A token sees this many tokens, itself included; None = all before it."""
-    rope_theta: float = 10000.0
-    qkv_bias: bool = False
-    meta_tokens: int = 0
-    """Learned keys and values M that every token sees, whatever the window; 0 = none."""
-
-    def __post_init__(self) -> None:
-        self._require_positive("num_heads", "head_dim")
-        if self.kv_heads is None:
-            object.__setattr__(self, "kv_heads", self.num_heads)
-        self._require_positive("kv_heads", *(["window"] if self.window is not None else []))
-        self._require_multiple("num_heads", "kv_heads")
-        if not isinstance(self.meta_tokens, int) or isinstance(self.meta_tokens, bool) or self.meta_tokens < 0:
-            raise UserError(f'mixer "{self.type}": meta_tokens must be a whole number >= 0, got {self.meta_tokens!r}')
-
-    def to_dict(self) -> dict[str, Any]:
-        data = super().to_dict()
-        # Left away when there are none: descriptions of models without them, and their fingerprints, stay as they were.
-        return data if self.meta_tokens else {name: value for name, value in data.items() if name != "meta_tokens"}
-
-    def state_shapes(self) -> StateShapes:
-        shape = (0, int(self.kv_heads or 0), self.head_dim)
-        return {"key": shape, "value": shape, "position": (0,)}
-
-    def build(self, hidden_size: int) -> Attention:
-        return Attention(self, hidden_size)
-
-    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
-        return AttentionStep(self, mixer, settings)
-
-    def why_no_room(self) -> str | None:
-        return None
-
-    def columns_for(self, room: int) -> int:
-        """Columns of the cache of a step with room for so many tokens."""
-        # Twice a window: the columns that a state brings, at most one less than it, and as many again.
-        return room if self.window is None else min(room, 2 * self.window)
 
 
 class Attention(nn.Module):
@@ -169,6 +116,10 @@ class Attention(nn.Module):
         needed = ((state["position"] >= oldest) & (state["position"] != PADDING_POSITION)).any(0)
         first = int(needed.to(torch.int8).argmax()) if bool(needed.any()) else needed.shape[0]
         return {name: tensor[:, first:] for name, tensor in state.items()}
+
+    def decoding_step(self, config: AttentionConfig, settings: StepSettings) -> Step:
+        """The step that decodes one token with this layer, described by `config`."""
+        return AttentionStep(config, self, settings)
 
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -2,70 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
-from longrecall.errors import UserError
 from longrecall.layers.convolution import ShortConvolution
+from longrecall.layers.descriptions.base_conv import BaseConvConfig
 from longrecall.layers.implicit_filter import ImplicitFilter
-from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.projections import project_biased
 from longrecall.ops import long_convolution
-
-DEFAULT_KERNEL = 3
-
-
-@dataclass(frozen=True)
-class BaseConvConfig(MixerConfig):
-    """Sizes of a BaseConv layer.
-
-    Zoology's MQAR models alternate layers of 3 explicit taps with implicit filters as long as the sequence; the default
-    is the former.
-    """
-
-    type: ClassVar[str] = "base_conv"
-
-    channels: int
-    """Channels of the convolution, which reads the input itself: the model's hidden_size."""
-    kernel: int | None = None
-    """Taps of an explicit filter; None = 3, or no explicit filter when `implicit`."""
-    implicit: bool = False
-    """A filter over the whole past, from a sine network."""
-    max_length: int = 1024
-    """Lags over which an implicit filter is defined and fades: the length of the training sequences."""
-    filter_width: int = 16
-    """Hidden units of the sine network."""
-    filter_depth: int = 2
-    """Hidden layers of it, after the first."""
-    filter_bands: int = 1
-    """Frequencies among the features of a lag."""
-    frequency: float = 1.0
-    """Initial frequency of the sines."""
-
-    def __post_init__(self) -> None:
-        if self.implicit and self.kernel is not None:
-            raise UserError(
-                f'mixer "{self.type}": kernel ({self.kernel}) is for an explicit filter; drop "kernel" or "implicit"'
-            )
-        if not self.implicit:
-            object.__setattr__(self, "kernel", DEFAULT_KERNEL if self.kernel is None else self.kernel)
-            self._require_positive("kernel")
-        self._require_positive("channels", "max_length", "filter_width", "filter_depth", "filter_bands")
-
-    def state_shapes(self) -> StateShapes:
-        if self.kernel is None:
-            return {"value": (0, self.channels)}
-        return {"conv": (self.channels, self.kernel - 1)}
-
-    def build(self, hidden_size: int) -> BaseConv:
-        if self.channels != hidden_size:
-            raise UserError(
-                f'mixer "{self.type}": channels ({self.channels}) must be the model\'s hidden_size ({hidden_size})'
-            )
-        return BaseConv(self)
 
 
 class BaseConv(nn.Module):
@@ -76,7 +21,7 @@ class BaseConv(nn.Module):
     1 at first), as in Zoology's, which is too sharp a peak for a smooth function of the lag.
     """
 
-    def __init__(self, config: BaseConvConfig) -> None:
+    def __init__(self, config: BaseConvConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
         channels = config.channels

@@ -2,84 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrecall.errors import UserError
 from longrecall.layers import fused_delta
-from longrecall.layers.expansion import ExpansionConfig
+from longrecall.layers.descriptions.delta_net import DeltaNetConfig, GatedDeltaNetConfig
 from longrecall.layers.mixers.base import LayerState
-from longrecall.layers.mixers.linear_attention import LinearAttentionConfig, LinearAttentionMixer, mask_tokens
+from longrecall.layers.mixers.linear_attention import LinearAttentionMixer, mask_tokens
 from longrecall.layers.mixers.linear_attention_step import LinearAttentionStep, linear_attention_step
 from longrecall.layers.norm import l2_normalise
 from longrecall.layers.stepping.step import Step, StepSettings
 from longrecall.ops import gated_delta_rule
 from longrecall.ops.delta_rule.gates import delta_gates
-
-
-@dataclass(frozen=True)
-class DeltaNetConfig(LinearAttentionConfig):
-    """Sizes of a DeltaNet layer."""
-
-    type: ClassVar[str] = "delta_net"
-
-    conv_width: int = 4
-    """Width of the short convolutions on q, k and v; 0 = none (SiLU alone on q and k)."""
-    output_gate: bool = False
-    negative_eigenvalues: bool = False
-    """beta in (0, 2) instead of (0, 1) (Grazzi et al. 2024)."""
-    norm_eps: float = 1e-5
-    expansion: ExpansionConfig | None = None
-    """Wider queries and keys in subheads (layers/expansion.py); None = none."""
-
-    def __post_init__(self) -> None:
-        self._require_positive("num_heads", "key_dim", "value_dim")
-
-    def build(self, hidden_size: int) -> DeltaNet:
-        return DeltaNet(self.without_more_heads(), hidden_size)
-
-    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
-        return linear_attention_step(DeltaNetStep, self, mixer, settings)
-
-
-@dataclass(frozen=True)
-class GatedDeltaNetConfig(LinearAttentionConfig):
-    """Sizes of a Gated DeltaNet layer."""
-
-    type: ClassVar[str] = "gated_delta_net"
-
-    value_heads: int | None = None
-    """Value heads, a multiple of num_heads; None = num_heads."""
-    conv_width: int = 4
-    """Width of the short convolutions on q, k and v; 0 = none (SiLU alone)."""
-    output_gate: bool = True
-    negative_eigenvalues: bool = False
-    """beta in (0, 2) instead of (0, 1) (Grazzi et al. 2024)."""
-    norm_eps: float = 1e-5
-    expansion: ExpansionConfig | None = None
-    """Wider queries and keys in subheads (layers/expansion.py); None = none."""
-
-    def __post_init__(self) -> None:
-        self._require_positive("num_heads", "key_dim", "value_dim")
-        if self.value_head_count < 1 or self.value_head_count % self.num_heads:
-            raise UserError(
-                f'mixer "{self.type}": value_heads ({self.value_heads}) must be a multiple of '
-                f"num_heads ({self.num_heads})"
-            )
-
-    @property
-    def value_head_count(self) -> int:
-        return self.num_heads if self.value_heads is None else self.value_heads
-
-    def build(self, hidden_size: int) -> GatedDeltaNet:
-        return GatedDeltaNet(self.without_more_heads(), hidden_size)
-
-    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
-        return linear_attention_step(GatedDeltaNetStep, self, mixer, settings)
 
 
 class DeltaNet(LinearAttentionMixer):
@@ -125,6 +62,10 @@ class DeltaNet(LinearAttentionMixer):
         raw = projected["b"]
         return None, (raw if raw.dtype == torch.float64 else raw.float()).sigmoid() * self.largest_beta
 
+    def decoding_step(self, config: DeltaNetConfig | GatedDeltaNetConfig, settings: StepSettings) -> Step:
+        """The step that decodes one token with this layer, described by `config`."""
+        return linear_attention_step(DeltaNetStep, config, self, settings)
+
 
 class GatedDeltaNet(DeltaNet):
     """DeltaNet with the decay of Mamba-2: log decay = -exp(A_log) * softplus(W x + dt_bias)."""
@@ -146,6 +87,10 @@ class GatedDeltaNet(DeltaNet):
 
     def gates(self, projected: dict[str, Tensor]) -> tuple[Tensor | None, Tensor]:
         return delta_gates(projected["a"], projected["b"], self.A_log, self.dt_bias, self.largest_beta)
+
+    def decoding_step(self, config: DeltaNetConfig | GatedDeltaNetConfig, settings: StepSettings) -> Step:
+        """The step that decodes one token with this layer, described by `config`."""
+        return linear_attention_step(GatedDeltaNetStep, config, self, settings)
 
 
 class DeltaNetStep(LinearAttentionStep):

@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrecall.errors import UserError
-from longrecall.layers.expansion import ExpansionConfig
+from longrecall.layers.descriptions.gla import GLAConfig
 from longrecall.layers.mixers.base import LayerState
-from longrecall.layers.mixers.linear_attention import LinearAttentionConfig, LinearAttentionMixer, mask_tokens
+from longrecall.layers.mixers.linear_attention import LinearAttentionMixer, mask_tokens
 from longrecall.layers.mixers.linear_attention_step import LinearAttentionStep, linear_attention_step
 from longrecall.layers.stepping.step import Step, StepSettings
 from longrecall.ops import gated_linear_attention, merged_linear_attention
-
-
-@dataclass(frozen=True)
-class GLAConfig(LinearAttentionConfig):
-    """Sizes of a GLA layer; the defaults are those of the published models."""
-
-    type: ClassVar[str] = "gla"
-
-    gate_rank: int = 16
-    """Inner width of the low-rank projection of the decay."""
-    gate_divisor: float = 16.0
-    """log decay = logsigmoid(projection) / gate_divisor."""
-    conv_width: int = 0
-    """Width of the short convolutions on q, k and v; 0 = none."""
-    output_gate: bool = True
-    """Multiply the normed output by silu of a projection of x."""
-    merged: bool = False
-    """Every key head writes the values of all heads, mixed by a learned [H, H] matrix (StateX)."""
-    norm_eps: float = 1e-5
-    expansion: ExpansionConfig | None = None
-    """Wider queries and keys in subheads (layers/expansion.py); None = none."""
-
-    def __post_init__(self) -> None:
-        self._require_positive("num_heads", "key_dim", "value_dim", "gate_rank")
-        if self.merged and self.expansion:
-            raise UserError(f'mixer "{self.type}": heads are either merged or expanded; leave merged or expansion away')
-
-    def build(self, hidden_size: int) -> GLA:
-        return GLA(self.without_more_heads(), hidden_size)
-
-    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
-        return linear_attention_step(GLAStep, self, mixer, settings)
 
 
 class GLA(LinearAttentionMixer):
@@ -79,6 +45,10 @@ class GLA(LinearAttentionMixer):
         else:
             o, final = gated_linear_attention(q, k, self.share_values(v), log_decay, initial_state=initial)
         return self.output(o, projected, x.dtype), {"recurrent": final, **new_state}
+
+    def decoding_step(self, config: GLAConfig, settings: StepSettings) -> Step:
+        """The step that decodes one token with this layer, described by `config`."""
+        return linear_attention_step(GLAStep, config, self, settings)
 
 
 class GLAStep(LinearAttentionStep):

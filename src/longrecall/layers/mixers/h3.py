@@ -3,56 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from longrecall.errors import UserError
 from longrecall.layers.convolution import ShortConvolution
-from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes, states_are_unread
+from longrecall.layers.descriptions.h3 import H3Config
+from longrecall.layers.mixers.base import LayerState, states_are_unread
 from longrecall.layers.projections import project_biased
 from longrecall.ops import diagonal_ssm
 from longrecall.ops.convolution.head_products import pair_products, read_pairs
 
 SMALLEST_STEP, LARGEST_STEP = 1e-3, 1e-1
-
-
-@dataclass(frozen=True)
-class H3Config(MixerConfig):
-    """Sizes of an H3 layer."""
-
-    type: ClassVar[str] = "h3"
-
-    num_heads: int
-    """Heads H, each with a state space of its own."""
-    head_dim: int
-    """Width P of a head: it remembers P * P products of keys and values."""
-    state_dim: int = 64
-    """Numbers N a product is remembered by: N / 2 complex ones."""
-    shift_dim: int | None = None
-    """State of the shift on the keys, which are its taps; None = state_dim."""
-
-    def __post_init__(self) -> None:
-        self._require_positive("num_heads", "head_dim", "state_dim")
-        if self.state_dim % 2:
-            raise UserError(f'mixer "{self.type}": state_dim must be even (complex numbers), got {self.state_dim}')
-        if self.shift_dim is None:
-            object.__setattr__(self, "shift_dim", self.state_dim)
-        self._require_positive("shift_dim")
-
-    @property
-    def channels(self) -> int:
-        """Channels of queries, keys and values, H * P."""
-        return self.num_heads * self.head_dim
-
-    def state_shapes(self) -> StateShapes:
-        recurrent = (self.num_heads, self.state_dim, self.head_dim**2)
-        return {"recurrent": recurrent, "k_conv": (self.channels, int(self.shift_dim or 0) - 1)}
-
-    def build(self, hidden_size: int) -> H3:
-        return H3(self, hidden_size)
 
 
 class H3(nn.Module):

@@ -3,56 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrecall.errors import UserError
 from longrecall.layers.convolution import ShortConvolution
-from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.descriptions.hgrn2 import HGRN2Config
+from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.layers.norm import RMSNorm, operand_dtype
 from longrecall.ops import gated_linear_attention
-
-
-@dataclass(frozen=True)
-class HGRN2Config(MixerConfig):
-    """Sizes of an HGRN2 layer; the published models have key_dim 128 and H * V = H * K = hidden_size."""
-
-    type: ClassVar[str] = "hgrn2"
-
-    num_heads: int
-    """Heads H."""
-    key_dim: int
-    """Key width K of one head: the factor by which the state is larger than HGRN's."""
-    value_dim: int
-    """Value width V of one head."""
-    lower_bound: float = 0.0
-    """The forget gate never falls below it; a model gives its upper layers larger ones (they remember longer)."""
-    conv_width: int = 0
-    """Width of the short convolutions on queries, forget gates and values; 0 = none (SiLU alone on the queries)."""
-    norm_eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        self._require_positive("num_heads", "key_dim", "value_dim")
-        bound = self.lower_bound
-        if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0.0 <= bound < 1.0:
-            raise UserError(f'mixer "{self.type}": lower_bound must be a number from 0 up to but not 1, got {bound!r}')
-
-    def state_shapes(self) -> StateShapes:
-        shapes: StateShapes = {"recurrent": (self.num_heads, self.key_dim, self.value_dim)}
-        if self.conv_width:
-            keys, values = self.num_heads * self.key_dim, self.num_heads * self.value_dim
-            shapes |= {
-                f"{name}_conv": (size, self.conv_width - 1) for name, size in (("q", keys), ("f", keys), ("i", values))
-            }
-        return shapes
-
-    def build(self, hidden_size: int) -> HGRN2:
-        return HGRN2(self, hidden_size)
 
 
 class HGRN2(nn.Module):

@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
 from longrecall.layers.convolution import ShortConvolution
+from longrecall.layers.descriptions.hyena import HyenaConfig
 from longrecall.layers.implicit_filter import ImplicitFilter
-from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.projections import project_biased
 from longrecall.ops import long_convolution
 from longrecall.ops.convolution.short import gated_short_convolution
-
-
-@dataclass(frozen=True)
-class HyenaConfig(MixerConfig):
-    """Sizes of a Hyena layer; the defaults are those of Zoology's."""
-
-    type: ClassVar[str] = "hyena"
-
-    inner_dim: int
-    """Width I of the gates and of the value; the published models take the hidden size."""
-    conv_width: int = 3
-    """Taps of the explicit filters on gates and value."""
-    max_length: int = 1024
-    """Lags over which the long filter is defined and fades: the length of the training sequences."""
-    filter_width: int = 64
-    """Hidden units of the filter's sine network."""
-    filter_depth: int = 2
-    """Hidden layers of it, after the first."""
-    filter_bands: int = 1
-    """Frequencies among the features of a lag."""
-    frequency: float = 1.0
-    """Initial frequency of the sines."""
-
-    def __post_init__(self) -> None:
-        self._require_positive("inner_dim", "conv_width", "max_length", "filter_width", "filter_depth", "filter_bands")
-
-    def state_shapes(self) -> StateShapes:
-        return {"conv": (3 * self.inner_dim, self.conv_width - 1), "value": (0, self.inner_dim)}
-
-    def build(self, hidden_size: int) -> Hyena:
-        return Hyena(self, hidden_size)
 
 
 class Hyena(nn.Module):

@@ -3,71 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import cast
 
 from torch import Tensor, nn
 
-from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.descriptions.hymba import HymbaConfig
+from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.nested import read_nested
 from longrecall.layers.norm import RMSNorm
-from longrecall.layers.stepping.step import NO_ROOM, Buffers, NestedSteps, Step, StepSettings, part_under
+from longrecall.layers.stepping.step import Buffers, NestedSteps, Step, StepSettings, part_under
 from longrecall.layers.stepping.stream import InnerStream, Stream
 from longrecall.layers.tokens import TokenContext
-
-BRANCHES = ("attention", "ssm", "third")
-
-
-@dataclass(frozen=True)
-class HymbaConfig(MixerConfig):
-    """Two or three mixers of any type that read the same input.
-
-    The paper's meta tokens are the attention's field `meta_tokens`: learned keys and values of the layer. The paper
-    prepends learned tokens to the text of the whole model instead, so that there they also fill the state of the other
-    branch before the first word; here that part is left to a learned initial state (training, `initial_state.kind:
-    learned`).
-    """
-
-    type: ClassVar[str] = "hymba"
-    nested: ClassVar[tuple[str, ...]] = BRANCHES
-
-    attention: MixerConfig
-    """The attention heads: full or with a window."""
-    ssm: MixerConfig
-    """The recurrent heads."""
-    third: MixerConfig | None = None
-    """One more branch of equal weight."""
-    norm_eps: float = 1e-5
-
-    def branches(self) -> dict[str, MixerConfig]:
-        """The branches that there are, by name."""
-        found = {name: getattr(self, name) for name in BRANCHES}
-        return {name: config for name, config in found.items() if config is not None}
-
-    def to_dict(self) -> dict[str, Any]:
-        branches = {name: config.to_dict() for name, config in self.branches().items()}
-        return {"type": self.type, **branches, "norm_eps": self.norm_eps}
-
-    def state_shapes(self) -> StateShapes:
-        return {
-            f"{path}.{name}": shape
-            for path, config in self.branches().items()
-            for name, shape in config.state_shapes().items()
-        }
-
-    def build(self, hidden_size: int) -> Hymba:
-        return Hymba(self, hidden_size)
-
-    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
-        inner = {
-            path: config.decoding_step(mixer.get_submodule(path), settings) for path, config in self.branches().items()
-        }
-        return HymbaStep(mixer, inner)
-
-    def why_no_room(self) -> str | None:
-        # Token ids have room around a whole layer only.
-        found = [f"{one.type} {NO_ROOM}" if one.reads_tokens else one.why_no_room() for one in self.branches().values()]
-        return next((reason for reason in found if reason is not None), None)
 
 
 class Hymba(nn.Module):
@@ -104,6 +50,12 @@ class Hymba(nn.Module):
             total = total + y
         projected: Tensor = self.out_proj((total / len(normed)).to(x.dtype))
         return projected, after
+
+    def decoding_step(self, config: HymbaConfig, settings: StepSettings) -> Step:
+        """The step that decodes one token with this layer, described by `config`."""
+        parts = config.branches().items()
+        inner = {path: part.decoding_step(self.get_submodule(path), settings) for path, part in parts}
+        return HymbaStep(self, inner)
 
 
 class HymbaStep(NestedSteps):

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrecall.layers.convolution import ShortConvolution
+from longrecall.layers.descriptions.kda import KDAConfig
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.delta_net import reset_time_steps
-from longrecall.layers.mixers.linear_attention import LinearAttentionConfig, mask_tokens
+from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.layers.norm import RMSNorm, l2_normalise, operand_dtype
 from longrecall.layers.projections import project_gated
 from longrecall.ops import gated_delta_rule
-
-
-@dataclass(frozen=True)
-class KDAConfig(LinearAttentionConfig):
-    """Sizes of a Kimi Delta Attention layer; the published model has key_dim = value_dim = 128."""
-
-    type: ClassVar[str] = "kda"
-
-    gate_rank: int | None = None
-    """Inner width of the low-rank projections of the decay and of the output gate; None = value_dim."""
-    conv_width: int = 4
-    """Width of the short convolutions on q, k and v; 0 = none (SiLU alone)."""
-    negative_eigenvalues: bool = False
-    """beta in (0, 2) instead of (0, 1) (Grazzi et al. 2024)."""
-    norm_eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        if self.gate_rank is None:
-            object.__setattr__(self, "gate_rank", self.value_dim)
-        self._require_positive("num_heads", "key_dim", "value_dim", "gate_rank")
-
-    def build(self, hidden_size: int) -> KDA:
-        return KDA(self, hidden_size)
 
 
 class KDA(nn.Module):

@@ -6,111 +6,16 @@ head, then subhead, then value head of that key head, so that each key subhead s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Self
-
 import torch
 from torch import Tensor, nn
 
-from longrecall.errors import UserError
 from longrecall.layers.convolution import ShortConvolution
-from longrecall.layers.expansion import ExpansionConfig
-from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.descriptions.linear_attention import LinearAttentionConfig
+from longrecall.layers.expansion import build_expander
+from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.norm import RMSNorm, operand_dtype
 from longrecall.layers.projections import project, project_gated
 from longrecall.ops.delta_rule.subheads import share_values, sum_subheads
-
-
-@dataclass(frozen=True)
-class LinearAttentionConfig(MixerConfig):
-    """Sizes that every linear-attention mixer has."""
-
-    num_heads: int
-    """Key heads H."""
-    key_dim: int
-    """Key width K of one head."""
-    value_dim: int
-    """Value width V of one head."""
-
-    @property
-    def value_head_count(self) -> int:
-        """Value heads; equal to `num_heads` unless a family shares keys."""
-        return self.num_heads
-
-    @property
-    def conv(self) -> int:
-        """Width of the short convolutions on q, k and v; 0 = none."""
-        return int(getattr(self, "conv_width", 0))
-
-    @property
-    def gated(self) -> bool:
-        """Whether the output norm is multiplied by silu of a projection of x."""
-        return bool(getattr(self, "output_gate", False))
-
-    @property
-    def expanded(self) -> ExpansionConfig | None:
-        """How queries and keys are widened; None = not at all."""
-        return getattr(self, "expansion", None)
-
-    @property
-    def subheads(self) -> int:
-        """Subheads E of every key head; 1 = the head is whole."""
-        return self.expanded.split if self.expanded else 1
-
-    @property
-    def state_heads(self) -> int:
-        """Heads of the state: value heads times subheads."""
-        return self.value_head_count * self.subheads
-
-    @property
-    def state_key_dim(self) -> int:
-        """Key width of one state head."""
-        return self.key_dim * (self.expanded.factor // self.subheads if self.expanded else 1)
-
-    @property
-    def key_channels(self) -> int:
-        """Channels of all queries (or keys) as they enter the convolution and the recurrence."""
-        return self.num_heads * self.subheads * self.state_key_dim
-
-    def without_more_heads(self) -> Self:
-        """This config, with an expansion of kind "heads" carried out: more heads and no expansion."""
-        if self.expanded is None or self.expanded.kind != "heads":
-            return self
-        factor = self.expanded.factor
-        changes: dict[str, Any] = {"num_heads": factor * self.num_heads, "expansion": None}
-        if getattr(self, "value_heads", None) is not None:
-            changes["value_heads"] = factor * self.value_head_count
-        return replace(self, **changes)
-
-    def state_shapes(self) -> StateShapes:
-        plain = self.without_more_heads()
-        if plain is not self:
-            return plain.state_shapes()
-        merged = bool(getattr(self, "merged", False))
-        width = self.value_dim * (self.value_head_count if merged else 1)
-        shapes: StateShapes = {"recurrent": (self.state_heads, self.state_key_dim, width)}
-        if self.conv:
-            keys, values = self.key_channels, self.value_head_count * self.value_dim
-            shapes |= {
-                f"{name}_conv": (size, self.conv - 1) for name, size in (("q", keys), ("k", keys), ("v", values))
-            }
-        return shapes
-
-    @classmethod
-    def from_dict(cls, description: dict[str, Any]) -> Self:
-        given = description.get("expansion")
-        if given is not None and "expansion" in cls.__dataclass_fields__ and not isinstance(given, ExpansionConfig):
-            try:
-                description = {**description, "expansion": ExpansionConfig.from_dict(given)}
-            except UserError as error:
-                raise UserError(f'mixer "{cls.type}": {error}') from None
-        return super().from_dict(description)
-
-    def to_dict(self) -> dict[str, Any]:
-        data = super().to_dict()
-        # Left away when there is none: descriptions of models without it, and their fingerprints, stay as they were.
-        expansion = data.pop("expansion", None)
-        return data if expansion is None else {**data, "expansion": expansion.to_dict()}
 
 
 class LinearAttentionMixer(nn.Module):
@@ -126,8 +31,8 @@ class LinearAttentionMixer(nn.Module):
         self.q_proj = nn.Linear(hidden_size, projected, bias=False)
         self.k_proj = nn.Linear(hidden_size, projected, bias=False)
         sizes = (config.num_heads, config.key_dim, hidden_size)
-        self.q_expand = expansion.build(*sizes) if expansion else None
-        self.k_expand = expansion.build(*sizes) if expansion else None
+        self.q_expand = build_expander(expansion, *sizes) if expansion else None
+        self.k_expand = build_expander(expansion, *sizes) if expansion else None
         self.v_expand = None
         if expansion and expansion.grafted:
             self.subhead_scale = nn.Parameter(torch.ones(config.value_head_count, expansion.factor - 1))

@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrecall.layers.convolution import ShortConvolution
-from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.descriptions.mamba import MambaConfig
+from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.delta_net import reset_time_steps
 from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.ops import selective_scan
-
-
-@dataclass(frozen=True)
-class MambaConfig(MixerConfig):
-    """Sizes of a Mamba layer."""
-
-    type: ClassVar[str] = "mamba"
-
-    inner_dim: int
-    """Width I of x and of the gate z; expand * hidden_size in the published models."""
-    state_dim: int
-    """Numbers N of the state of one channel (d_state)."""
-    dt_rank: int
-    """Width R of the low-rank projection of the time steps; hidden_size / 16 in the published models."""
-    conv_width: int = 4
-    conv_bias: bool = True
-    proj_bias: bool = False
-
-    def __post_init__(self) -> None:
-        self._require_positive("inner_dim", "state_dim", "dt_rank", "conv_width")
-
-    def state_shapes(self) -> StateShapes:
-        # One head of N keys and I values, as far as shapes go; the decay differs for each of its numbers.
-        return {"recurrent": (1, self.state_dim, self.inner_dim), "conv": (self.inner_dim, self.conv_width - 1)}
-
-    def build(self, hidden_size: int) -> Mamba:
-        return Mamba(self, hidden_size)
 
 
 class Mamba(nn.Module):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrecall.layers.convolution import ShortConvolution
-from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.descriptions.mamba2 import Mamba2Config
+from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.delta_net import reset_time_steps
 from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.layers.norm import RMSNorm, operand_dtype
@@ -19,56 +17,6 @@ from longrecall.layers.stepping.step import Buffers, MixerStep, PlainStep, Step,
 from longrecall.layers.stepping.stream import Stream
 from longrecall.ops import gated_linear_attention
 from longrecall.ops.linear_attention.stepped_values import stepped_values
-
-_NO_LIMIT = 1e18
-"""A time step is never as long: every upper limit from here on means that there is none."""
-
-
-@dataclass(frozen=True)
-class Mamba2Config(MixerConfig):
-    """Sizes of a Mamba-2 layer."""
-
-    type: ClassVar[str] = "mamba2"
-
-    inner_dim: int
-    """Width I of x and of the gate z; expand * hidden_size in the published models."""
-    head_dim: int
-    """Value width P of one head; I / P heads."""
-    state_dim: int
-    """Key width N (d_state)."""
-    groups: int = 1
-    """Groups G of heads that share B and C."""
-    conv_width: int = 4
-    conv_bias: bool = True
-    proj_bias: bool = False
-    time_step_limit: tuple[float, float | None] = (0.0, None)
-    """Smallest and largest time step after the softplus; None = no upper limit, as is read from 1e18 on."""
-    norm_eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        self._require_positive("inner_dim", "head_dim", "state_dim", "groups", "conv_width")
-        self._require_multiple("inner_dim", "head_dim")
-        self._require_multiple("num_heads", "groups")
-        low, high = self.time_step_limit
-        # Compared before it is converted: a whole number may be larger than any float.
-        limits = (float(low), None if high is None or high >= _NO_LIMIT else float(high))
-        object.__setattr__(self, "time_step_limit", limits)
-
-    @property
-    def num_heads(self) -> int:
-        """Value heads, I / P."""
-        return self.inner_dim // self.head_dim
-
-    def state_shapes(self) -> StateShapes:
-        channels = self.inner_dim + 2 * self.groups * self.state_dim
-        return {"recurrent": (self.num_heads, self.state_dim, self.head_dim), "conv": (channels, self.conv_width - 1)}
-
-    def build(self, hidden_size: int) -> Mamba2:
-        return Mamba2(self, hidden_size)
-
-    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
-        serves = settings.kernels and not self.proj_bias
-        return Mamba2Step(self, mixer, settings) if serves else PlainStep(self, mixer, settings)
 
 
 class Mamba2(nn.Module):
@@ -125,6 +73,11 @@ class Mamba2(nn.Module):
         y, final = stepped_values(values, step, self.D.to(wide), attend)
         projected = project_gated(y.flatten(-2), self.norm, z, self.out_proj, operand_dtype(x), "silu_before")
         return projected, {"recurrent": final, "conv": conv_state}
+
+    def decoding_step(self, config: Mamba2Config, settings: StepSettings) -> Step:
+        """The step that decodes one token with this layer, described by `config`."""
+        serves = settings.kernels and not config.proj_bias
+        return Mamba2Step(config, self, settings) if serves else PlainStep(config, self, settings)
 
 
 class Mamba2Step(MixerStep):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrecall.errors import UserError
 from longrecall.layers.convolution import ShortConvolution
-from longrecall.layers.mixers.base import AUXILIARY_LOSS, LayerState, MixerConfig, StateShapes
+from longrecall.layers.descriptions.mom import MoMConfig
+from longrecall.layers.mixers.base import AUXILIARY_LOSS, LayerState
 from longrecall.layers.mixers.delta_net import reset_time_steps
 from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.layers.norm import RMSNorm, l2_normalise, operand_dtype
@@ -19,67 +16,11 @@ from longrecall.layers.projections import project_gated
 from longrecall.layers.recording import shapes_are_fixed
 from longrecall.ops import gated_delta_rule, gated_linear_attention, short_convolution
 
-RULES = ("gated_delta", "gated_linear")
 OF_A_MEMORY = ("k_proj", "v_proj", "a_proj", "b_proj", "k_conv", "v_conv", "A_log", "dt_bias")
 """Parameters that hold the rows of all memories, one memory after the other."""
 
 Part = dict[str, Tensor]
 """One memory's rows of those."""
-
-
-@dataclass(frozen=True)
-class MoMConfig(MixerConfig):
-    """Sizes of a Mixture-of-Memories layer; the defaults are those of the paper's models."""
-
-    type: ClassVar[str] = "mom"
-
-    num_heads: int
-    """Heads H of every memory."""
-    key_dim: int
-    """Key width K of one head."""
-    value_dim: int
-    """Value width V of one head."""
-    memories: int = 4
-    """Memories M that the router chooses from."""
-    active: int = 2
-    """How many of them a token is written to and read from."""
-    shared: bool = True
-    """One memory more, which every token uses."""
-    rule: str = "gated_delta"
-    """How a memory is updated: "gated_delta" (Gated DeltaNet's) or "gated_linear" (the same without the correction)."""
-    conv_width: int = 4
-    """Width of the short convolutions on q, k and v; 0 = none (SiLU alone)."""
-    output_gate: bool = True
-    balance: float = 0.01
-    """Weight of the loss that makes all memories used alike; 0 = none."""
-    norm_eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        self._require_positive("num_heads", "key_dim", "value_dim", "memories", "active")
-        if self.active > self.memories:
-            raise UserError(
-                f'mixer "{self.type}": active ({self.active}) cannot be more than memories ({self.memories})'
-            )
-        if self.rule not in RULES:
-            raise UserError(f'mixer "{self.type}": rule must be one of {", ".join(RULES)}, got {self.rule!r}')
-        if isinstance(self.balance, bool) or not isinstance(self.balance, int | float) or not self.balance >= 0:
-            raise UserError(f'mixer "{self.type}": balance must be a number from 0, got {self.balance!r}')
-
-    @property
-    def all_memories(self) -> int:
-        """Memories with the shared one, which is the last."""
-        return self.memories + int(self.shared)
-
-    def state_shapes(self) -> StateShapes:
-        heads, keys, values = self.num_heads, self.num_heads * self.key_dim, self.num_heads * self.value_dim
-        shapes: StateShapes = {"recurrent": (self.all_memories * heads, self.key_dim, self.value_dim)}
-        if self.conv_width:
-            sizes = {"q": keys, "k": self.all_memories * keys, "v": self.all_memories * values}
-            shapes |= {f"{name}_conv": (size, self.conv_width - 1) for name, size in sizes.items()}
-        return shapes
-
-    def build(self, hidden_size: int) -> MoM:
-        return MoM(self, hidden_size)
 
 
 class MoM(nn.Module):

@@ -5,24 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from longrecall.errors import UserError, did_you_mean
-from longrecall.layers.handover import HandoverConfig
-from longrecall.layers.mixers.attention import AttentionConfig
-from longrecall.layers.mixers.base import MixerConfig
-from longrecall.layers.mixers.base_conv import BaseConvConfig
-from longrecall.layers.mixers.delta_net import DeltaNetConfig, GatedDeltaNetConfig
-from longrecall.layers.mixers.gla import GLAConfig
-from longrecall.layers.mixers.h3 import H3Config
-from longrecall.layers.mixers.hgrn2 import HGRN2Config
-from longrecall.layers.mixers.hyena import HyenaConfig
-from longrecall.layers.mixers.hymba import HymbaConfig
-from longrecall.layers.mixers.kda import KDAConfig
-from longrecall.layers.mixers.mamba import MambaConfig
-from longrecall.layers.mixers.mamba2 import Mamba2Config
-from longrecall.layers.mixers.mom import MoMConfig
-from longrecall.layers.mixers.retnet import RetNetConfig
-from longrecall.layers.mixers.rwkv import RWKV5Config, RWKV6Config
-from longrecall.layers.mixers.rwkv7 import RWKV7Config
-from longrecall.layers.retrieval.config import RetrievalConfig
+from longrecall.layers.descriptions.attention import AttentionConfig
+from longrecall.layers.descriptions.base import MixerConfig
+from longrecall.layers.descriptions.base_conv import BaseConvConfig
+from longrecall.layers.descriptions.delta_net import DeltaNetConfig, GatedDeltaNetConfig
+from longrecall.layers.descriptions.gla import GLAConfig
+from longrecall.layers.descriptions.h3 import H3Config
+from longrecall.layers.descriptions.handover import HandoverConfig
+from longrecall.layers.descriptions.hgrn2 import HGRN2Config
+from longrecall.layers.descriptions.hyena import HyenaConfig
+from longrecall.layers.descriptions.hymba import HymbaConfig
+from longrecall.layers.descriptions.kda import KDAConfig
+from longrecall.layers.descriptions.mamba import MambaConfig
+from longrecall.layers.descriptions.mamba2 import Mamba2Config
+from longrecall.layers.descriptions.mom import MoMConfig
+from longrecall.layers.descriptions.retnet import RetNetConfig
+from longrecall.layers.descriptions.retrieval import RetrievalConfig
+from longrecall.layers.descriptions.rwkv import RWKV5Config, RWKV6Config
+from longrecall.layers.descriptions.rwkv7 import RWKV7Config
 
 MIXERS: dict[str, type[MixerConfig]] = {
     config.type: config

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from longrecall.layers.descriptions.retnet import RetNetConfig
 from longrecall.layers.mixers.base import LayerState
-from longrecall.layers.mixers.linear_attention import LinearAttentionConfig, LinearAttentionMixer, mask_tokens
+from longrecall.layers.mixers.linear_attention import LinearAttentionMixer, mask_tokens
 from longrecall.layers.mixers.linear_attention_step import LinearAttentionStep, linear_attention_step
 from longrecall.layers.rotary import apply_rotary, token_positions
 from longrecall.layers.stepping.step import Step, StepSettings
 from longrecall.ops import gated_linear_attention, merged_linear_attention
-
-
-@dataclass(frozen=True)
-class RetNetConfig(LinearAttentionConfig):
-    """Sizes of a RetNet layer."""
-
-    type: ClassVar[str] = "retnet"
-
-    rope_theta: float = 10000.0
-    """Base of the rotary frequencies."""
-    conv_width: int = 0
-    """Width of the short convolutions on q, k and v; 0 = none."""
-    output_gate: bool = True
-    merged: bool = False
-    """Every key head writes the values of all heads, mixed by a learned [H, H] matrix (StateX)."""
-    norm_eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        self._require_positive("num_heads", "key_dim", "value_dim")
-
-    def build(self, hidden_size: int) -> RetNet:
-        return RetNet(self, hidden_size)
-
-    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
-        return linear_attention_step(RetNetStep, self, mixer, settings)
 
 
 class RetNet(LinearAttentionMixer):
@@ -72,6 +47,10 @@ class RetNet(LinearAttentionMixer):
         else:
             o, final = gated_linear_attention(q, k, v, log_decay, initial_state=initial)
         return self.output(o, projected, x.dtype), {"recurrent": final, **new_state}
+
+    def decoding_step(self, config: RetNetConfig, settings: StepSettings) -> Step:
+        """The step that decodes one token with this layer, described by `config`."""
+        return linear_attention_step(RetNetStep, config, self, settings)
 
 
 class RetNetStep(LinearAttentionStep):

@@ -7,80 +7,25 @@ The channel mixing of RWKV is not here: a layer's MLP is the SwiGLU of every oth
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrecall.errors import UserError
-from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.descriptions.rwkv import RWKV5Config, RWKV6Config
+from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.ops import bonus_linear_attention
 from longrecall.ops.time_mixing.op import gated_group_norm, mix_with_previous
 
 
-@dataclass(frozen=True)
-class RWKV5Config(MixerConfig):
-    """Sizes of an RWKV-5 layer; the published models have heads of 64 that together are as wide as the model."""
-
-    type: ClassVar[str] = "rwkv5"
-
-    input_dim: int
-    """Width of the layer's input, the model's hidden_size: the last input is a part of the state."""
-    num_heads: int
-    key_dim: int
-    """Key width K of one head."""
-    value_dim: int
-    """Value width V of one head."""
-    norm_eps: float = 64e-5
-    """Of the norm of each head's output; the published models divide by 8 before a norm with 1e-5."""
-
-    def __post_init__(self) -> None:
-        self._require_positive("input_dim", "num_heads", "key_dim", "value_dim")
-
-    def state_shapes(self) -> StateShapes:
-        return {"recurrent": (self.num_heads, self.key_dim, self.value_dim), "shift": (self.input_dim, 1)}
-
-    def build(self, hidden_size: int) -> TimeMixing:
-        return RWKV5(self, hidden_size)
-
-
-@dataclass(frozen=True)
-class RWKV6Config(RWKV5Config):
-    """Sizes of an RWKV-6 layer."""
-
-    type: ClassVar[str] = "rwkv6"
-
-    mix_rank: int = 32
-    """Inner width R of each of the five low-rank maps that decide how far a token looks back."""
-    decay_rank: int = 64
-    """Inner width of the low-rank map of the decay."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_positive("mix_rank", "decay_rank")
-
-    def build(self, hidden_size: int) -> TimeMixing:
-        return RWKV6(self, hidden_size)
-
-
 class TimeMixing(nn.Module):
     """What both have: projections, decay, bonus, the norm of every head and the gate. Subclasses mix the inputs."""
 
-    MIXES: ClassVar[int]
-
     def __init__(self, config: RWKV5Config, hidden_size: int) -> None:
         super().__init__()
-        if config.input_dim != hidden_size:
-            raise UserError(
-                f'mixer "{config.type}": input_dim ({config.input_dim}) must be the hidden_size of the model '
-                f"({hidden_size})"
-            )
         self.config = config
         keys, values = config.num_heads * config.key_dim, config.num_heads * config.value_dim
-        self.mix = nn.Parameter(torch.empty(self.MIXES, hidden_size))
+        self.mix = nn.Parameter(torch.empty(config.mixes, hidden_size))
         self.r_proj = nn.Linear(hidden_size, keys, bias=False)
         self.k_proj = nn.Linear(hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(hidden_size, values, bias=False)
@@ -134,8 +79,6 @@ class TimeMixing(nn.Module):
 class RWKV5(TimeMixing):
     """log decay = -exp(decay), constant in time; the rows of `mix` belong to r, k, v and the gate."""
 
-    MIXES: ClassVar[int] = 4
-
     def __init__(self, config: RWKV5Config, hidden_size: int) -> None:
         super().__init__(config, hidden_size)
         self.reset_parameters()
@@ -162,13 +105,11 @@ class RWKV6(TimeMixing):
     How far each of the five looks back is `mix` plus a low-rank map of x mixed by `mix_x`.
     """
 
-    MIXES: ClassVar[int] = 5
-
     def __init__(self, config: RWKV6Config, hidden_size: int) -> None:
         super().__init__(config, hidden_size)
         self.mix_x = nn.Parameter(torch.empty(hidden_size))
-        self.mix_down = nn.Linear(hidden_size, self.MIXES * config.mix_rank, bias=False)
-        self.mix_up = nn.Parameter(torch.empty(self.MIXES, config.mix_rank, hidden_size))
+        self.mix_down = nn.Linear(hidden_size, config.mixes * config.mix_rank, bias=False)
+        self.mix_up = nn.Parameter(torch.empty(config.mixes, config.mix_rank, hidden_size))
         self.decay_down = nn.Linear(hidden_size, config.decay_rank, bias=False)
         self.decay_up = nn.Linear(config.decay_rank, self.decay.numel(), bias=False)
         self.reset_parameters()
@@ -186,7 +127,7 @@ class RWKV6(TimeMixing):
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``recurrent [B, H, K, V]``, ``shift [B, d, 1]``)."""
         before, shift = token_shift(x, None if state is None else state["shift"], mask)
         change = before - x
-        inner = torch.tanh(self.mix_down(x + change * self.mix_x)).unflatten(-1, (self.MIXES, -1))
+        inner = torch.tanh(self.mix_down(x + change * self.mix_x)).unflatten(-1, (self.config.mixes, -1))
         shares = torch.einsum("btnr,nrd->nbtd", inner, self.mix_up) + self.mix[:, None, None]
         r, k, v, gate, slow = (x + change * share for share in shares)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -3,54 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrecall.errors import UserError
-from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
+from longrecall.layers.descriptions.rwkv7 import RWKV7Config
+from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.layers.mixers.rwkv import token_shift
 from longrecall.ops import generalised_delta_rule
 
 # Keeps the removal key of a token without one from dividing by zero (as in torch.nn.functional.normalize).
 SMALLEST_NORM = 1e-12
-
-
-@dataclass(frozen=True)
-class RWKV7Config(MixerConfig):
-    """Sizes of an RWKV-7 layer; the published models have heads of 64 that together are as wide as the model."""
-
-    type: ClassVar[str] = "rwkv7"
-
-    input_dim: int
-    """Width of the layer's input, the model's hidden_size: the last input is a part of the state."""
-    num_heads: int
-    key_dim: int
-    """Key width K of one head."""
-    value_dim: int
-    """Value width V of one head."""
-    decay_rank: int = 64
-    """Inner width of the low-rank map of the decay."""
-    rate_rank: int = 64
-    """Inner width of the low-rank map of the in-context learning rate."""
-    gate_rank: int = 128
-    """Inner width of the low-rank map of the output gate."""
-    norm_eps: float = 64e-5
-    """Of the norm of each head's output."""
-
-    def __post_init__(self) -> None:
-        self._require_positive("input_dim", "num_heads", "key_dim", "value_dim")
-        self._require_positive("decay_rank", "rate_rank", "gate_rank")
-
-    def state_shapes(self) -> StateShapes:
-        return {"recurrent": (self.num_heads, self.key_dim, self.value_dim), "shift": (self.input_dim, 1)}
-
-    def build(self, hidden_size: int) -> RWKV7:
-        return RWKV7(self, hidden_size)
 
 
 class RWKV7(nn.Module):
@@ -70,11 +35,6 @@ class RWKV7(nn.Module):
 
     def __init__(self, config: RWKV7Config, hidden_size: int) -> None:
         super().__init__()
-        if config.input_dim != hidden_size:
-            raise UserError(
-                f'mixer "{config.type}": input_dim ({config.input_dim}) must be the hidden_size of the model '
-                f"({hidden_size})"
-            )
         self.config = config
         keys, values = config.num_heads * config.key_dim, config.num_heads * config.value_dim
         self.mix = nn.Parameter(torch.empty(6, hidden_size))

@@ -9,12 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SELECTORS = ("weighted", "hard")
-BLENDS = ("fixed", "learned", "input")
-
-RUNNERS_UP = 4
-"""Chunks that are scored against the chosen ones and not read."""
-
 START_TEMPERATURE = 4.0
 """Logits of a chunk at cosine 1 before training."""
 

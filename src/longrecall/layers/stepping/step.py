@@ -1,7 +1,7 @@
 """What a mixer's decoding step offers: one token for every row of a batch, on buffers that its caller owns.
 
-A mixer's description makes its step (`MixerConfig.decoding_step`), in the file of the mixer. A mixer without a faster
-one gets `PlainStep`, which runs its forward pass on one token. The buffers of a step are the mixer's state, in the
+A mixer's layer makes its step (`decoding_step`), in the file of the mixer. A mixer without a faster one gets
+`PlainStep`, which runs its forward pass on one token. The buffers of a step are the mixer's state, in the
 dtype and the order of memory that decoding wants, with room for the tokens to come where a state grows. They are the
 one place where a state is written in place: states are copied in by `load` and out by `export`.
 """
@@ -21,9 +21,6 @@ from longrecall.layers.stepping.stream import Stream
 Buffers = Mapping[str, Tensor]
 """Tensors of one layer's step by their names in its state. Convolution states are seen as ``[B, C, W - 1]`` there and
 stored as ``[B, W - 1, C]``: a step reads every tap of all channels."""
-
-NO_ROOM = "keeps a cache that grows with the context"
-"""Why a state cannot be given buffers of a fixed shape."""
 
 
 @dataclass(frozen=True)

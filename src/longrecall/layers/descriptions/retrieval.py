@@ -1,18 +1,24 @@
-"""The description of a retrieval layer: a mixer and, beside it, attention to chosen chunks of the context."""
+"""Retrieval inside a layer (RESONA): its sizes."""
 
 from __future__ import annotations
 
+import pkgutil
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from longrecall.errors import UserError
-from longrecall.layers.mixers.base import MixerConfig, StateShapes
-from longrecall.layers.retrieval.module import Retrieval
-from longrecall.layers.retrieval.step import RetrievalStep
-from longrecall.layers.retrieval.weights import BLENDS, RUNNERS_UP, SELECTORS
-from longrecall.layers.stepping.step import Step, StepSettings
+from longrecall.layers.descriptions.base import MixerConfig, StateShapes, TensorShapes, linear, under
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from longrecall.layers.stepping.step import Step, StepSettings
+
+SELECTORS = ("weighted", "hard")
+BLENDS = ("fixed", "learned", "input")
+
+RUNNERS_UP = 4
+"""Chunks that are scored against the chosen ones and not read."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,8 @@ class RetrievalConfig(MixerConfig):
     """A mixer and, beside it, cross-attention to chosen chunks of the token embeddings."""
 
     type: ClassVar[str] = "retrieval"
+    layer_class: ClassVar[str] = "longrecall.layers.retrieval.module:Retrieval"
+    step_class: ClassVar[str] = "longrecall.layers.retrieval.step:RetrievalStep"
     nested: ClassVar[tuple[str, ...]] = ("base",)
 
     base: MixerConfig
@@ -74,12 +82,30 @@ class RetrievalConfig(MixerConfig):
         base = {f"base.{name}": shape for name, shape in self.base.state_shapes().items()}
         return base | {"chunk": (0, self.encoder_dim)}
 
-    def build(self, hidden_size: int) -> Retrieval:
-        return Retrieval(self, hidden_size, self.base.build(hidden_size))
+    def tensor_shapes(self, hidden_size: int) -> TensorShapes:
+        queries, keys = self.num_heads * self.head_dim, self.kv_heads * self.head_dim
+        blend: TensorShapes = {} if self.blend == "fixed" else {"blend.bias": (hidden_size,)}
+        blend |= {"blend.weight": (hidden_size, hidden_size)} if self.blend == "input" else {}
+        return {
+            **({"temperature": (1,)} if self.selector == "weighted" else {}),
+            **under("base", self.base.tensor_shapes(hidden_size)),
+            **linear("chunk_encoder", self.encoder_dim, hidden_size),
+            **linear("query_encoder", self.encoder_dim, hidden_size),
+            **linear("q_proj", queries, hidden_size),
+            **linear("k_proj", keys, hidden_size),
+            **linear("v_proj", keys, hidden_size),
+            **linear("o_proj", hidden_size, queries),
+            **blend,
+        }
+
+    def build(self, hidden_size: int) -> nn.Module:
+        layer: nn.Module = pkgutil.resolve_name(self.layer_class)(self, hidden_size, self.base.build(hidden_size))
+        return layer
 
     def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
         base = self.base.decoding_step(mixer.get_submodule("base"), settings)
-        return RetrievalStep(self, mixer, settings, base)
+        step: Step = pkgutil.resolve_name(self.step_class)(self, mixer, settings, base)
+        return step
 
     def why_no_room(self) -> str | None:
         return self.base.why_no_room()

@@ -1,0 +1,1 @@
+"""Descriptions of token mixers: plain data, without torch."""

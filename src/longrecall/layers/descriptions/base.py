@@ -1,0 +1,183 @@
+"""What every description of a token mixer has: checked sizes, and the shapes of its state and of its tensors.
+
+Descriptions are plain data and need no torch: what a checkpoint holds can be told from its config.json alone. The layer
+that a description means is made by `build`, which imports it.
+"""
+
+from __future__ import annotations
+
+import math
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from longrecall.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from longrecall.layers.stepping.step import Step, StepSettings
+
+StateShapes = dict[str, tuple[int, ...]]
+TensorShapes = dict[str, tuple[int, ...]]
+
+NO_ROOM = "keeps a cache that grows with the context"
+"""Why a state cannot be given buffers of a fixed shape."""
+
+
+@dataclass(frozen=True)
+class MixerConfig:
+    """Sizes of one token mixer. Subclasses add fields; every number is a count of channels, heads or taps."""
+
+    type: ClassVar[str] = ""
+    layer_class: ClassVar[str] = ""
+    """The layer that this describes, as ``package.module:Class``; it is made from the description and the width d."""
+    nested: ClassVar[tuple[str, ...]] = ()
+    """Fields that are mixers themselves."""
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the mixer (or one inside it) looks up tokens read before: it is called with ``context=`` too."""
+        inner = (getattr(self, name) for name in self.nested)
+        return any(config.reads_tokens for config in inner if config is not None)
+
+    @classmethod
+    def from_dict(cls, description: dict[str, Any]) -> Self:
+        """Build from plain data; raises UserError on an unknown key, a missing key or a value that cannot be."""
+        given = {key: value for key, value in description.items() if key != "type"}
+        known = {field.name for field in fields(cls)}
+        for key in given:
+            if key not in known:
+                raise UserError(f'mixer "{cls.type}" has no field "{key}".{did_you_mean(key, known)}')
+        try:
+            return cls(**given)
+        except TypeError as error:
+            raise UserError(f'mixer "{cls.type}" is incomplete: {error}. Fields: {", ".join(sorted(known))}') from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that `from_dict` reads back, with every default written out."""
+        return {"type": self.type, **{field.name: getattr(self, field.name) for field in fields(self)}}
+
+    def state_shapes(self) -> StateShapes:
+        """Shape of every state tensor of one sequence, without the batch dimension."""
+        raise TypeError(f"{type(self).__name__} does not describe a state")
+
+    def tensor_shapes(self, hidden_size: int) -> TensorShapes:
+        """Name under `mixer.` -> shape of every tensor in a checkpoint, in the order of the layer's ``state_dict``.
+
+        A description that does not say them has them from its layer, which needs torch.
+
+        Raises:
+            UserError: the mixer does not fit a model of this width.
+        """
+        import torch
+
+        with torch.device("meta"):
+            layer = self.build(hidden_size)
+        return {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
+
+    def check_hidden_size(self, hidden_size: int) -> None:
+        """Raise UserError where the mixer does not fit a model of this width."""
+
+    def build(self, hidden_size: int) -> nn.Module:
+        """The layer, freshly initialised; raises UserError where it does not fit a model of this width."""
+        self.check_hidden_size(hidden_size)
+        layer: nn.Module = pkgutil.resolve_name(self.layer_class)(self, hidden_size)
+        return layer
+
+    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
+        """The step that decodes one token with `mixer`, built from this description.
+
+        It is the layer's own, where its class has a method ``decoding_step(description, settings)``, else its forward
+        pass.
+        """
+        from longrecall.layers.stepping.step import PlainStep
+
+        own = getattr(mixer, "decoding_step", None)
+        step: Step = PlainStep(self, mixer, settings) if own is None else own(self, settings)
+        return step
+
+    @property
+    def grows(self) -> bool:
+        """Whether the state has no fixed shape: one of its tensors is empty before the first token."""
+        return self.reads_tokens or any(0 in shape for shape in self.state_shapes().values())
+
+    def why_no_room(self) -> str | None:
+        """Why a step's buffers cannot hold a state that grows, in words; None = they can, or it does not grow."""
+        return f"{self.type} {NO_ROOM}" if self.grows else None
+
+    def why_not_in_segments(self, length: int) -> str | None:
+        """Why a prompt is not read in segments of `length` tokens with buffers of fixed shapes; None = it is."""
+        return f"{self.type} {NO_ROOM}" if self.grows else None
+
+    def state_size(self) -> int:
+        """Numbers in the recurrent state of one sequence: the papers' state size, without convolutions and caches."""
+        return sum(math.prod(shape) for name, shape in self.state_shapes().items() if name.endswith("recurrent"))
+
+    def caches(self) -> list[tuple[int, int | None]]:
+        """Caches that grow with the context: numbers kept of a token, and of how many tokens at most (None = of all).
+
+        They are the state's tensors of no columns before the first token, those of nested mixers included.
+        """
+        inner = [getattr(self, name) for name in self.nested]
+        if inner:
+            return [cache for config in inner if config is not None for cache in config.caches()]
+        shapes = [shape for shape in self.state_shapes().values() if len(shape) > 1 and shape[0] == 0]
+        numbers = sum(math.prod(shape[1:]) for shape in shapes)
+        return [(numbers, getattr(self, "window", None))] if numbers else []
+
+    def zero_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The state before the first token: recurrent states in float32, the others in the model's dtype."""
+        import torch
+
+        wide = dtype if dtype == torch.float64 else torch.float32
+        return {
+            name: torch.zeros(
+                (batch, *shape),
+                device=device,
+                dtype=torch.long if name.endswith("position") else wide if name.endswith("recurrent") else dtype,
+            )
+            for name, shape in self.state_shapes().items()
+        }
+
+    def _require_positive(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f'mixer "{self.type}": {name} must be a positive whole number, got {value!r}')
+
+    def _require_multiple(self, large: str, small: str) -> None:
+        if getattr(self, large) % getattr(self, small):
+            raise UserError(
+                f'mixer "{self.type}": {small} ({getattr(self, small)}) must divide {large} ({getattr(self, large)})'
+            )
+
+
+def linear(name: str, rows: int, columns: int, *, bias: bool = False) -> TensorShapes:
+    """Tensors of a linear map from `columns` to `rows` numbers."""
+    return {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})
+
+
+def convolution(name: str, channels: int, width: int, *, bias: bool = False) -> TensorShapes:
+    """Tensors of a short convolution; none for width 0, which is none."""
+    return linear(name, channels, width, bias=bias) if width else {}
+
+
+def implicit_filter(name: str, channels: int, width: int, depth: int, bands: int) -> TensorShapes:
+    """Tensors of layers/implicit_filter.py: a sine network of `depth` inner layers of `width` units."""
+    shapes: TensorShapes = {
+        "in_weight": (width, 2 * bands + 1),
+        "in_bias": (width,),
+        "inner_weight": (depth, width, width),
+        "inner_bias": (depth, width),
+        "out_weight": (channels, width),
+        "frequency": (width,),
+    }
+    return under(name, shapes)
+
+
+def under(path: str, shapes: Mapping[str, tuple[int, ...]]) -> TensorShapes:
+    """The same with ``path.`` before every name: the tensors of a part."""
+    return {f"{path}.{name}": shape for name, shape in shapes.items()}
