@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from longrecall.errors import UserError
 from longrecall.layers.descriptions.expansion import MOST, ExpansionConfig, default_rank
-from longrecall.layers.expansion import EXPANDERS
+from longrecall.layers.expansion import EXPANDERS, build_expander
 from longrecall.layers.mixers.registry import mixer_config
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
@@ -279,7 +279,7 @@ def test_descriptions_round_trip(name: str) -> None:
 def test_every_kind_is_covered() -> None:
     assert {expansion["kind"] for expansion in EXPANSIONS.values()} | {"heads"} == set(EXPANDERS)
     with pytest.raises(TypeError, match="more heads"):
-        ExpansionConfig("heads", 2).build(2, 4, 8)
+        build_expander(ExpansionConfig("heads", 2), 2, 4, 8)
 
 
 @pytest.mark.parametrize(

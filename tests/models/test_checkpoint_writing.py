@@ -149,7 +149,7 @@ def test_full_disk_while_saving(error: Exception, tmp_path: Path, monkeypatch: p
     def full(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr(checkpoint_module, "save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(UserError, match="cannot be written: No space left on device"):
         save(model_of(), tmp_path / "out")
     assert left_behind(tmp_path) == []

@@ -13,7 +13,8 @@ from longrecall.cli.main import main
 from longrecall.errors import UserError
 from longrecall.models.accounting import account, key_value_cache_size, state_ratio
 from longrecall.models.byte_tokenizer import byte_tokenizer
-from longrecall.models.description import initialise, is_description, read_description
+from longrecall.models.description import is_description, read_description
+from longrecall.models.initialising import initialise
 from longrecall.models.loading import load
 
 CONFIGS = Path(__file__).parent.parent.parent / "recipes" / "configs"

@@ -14,7 +14,7 @@ from longrecall.errors import UserError
 from longrecall.units import format_bytes, parse_length
 
 if TYPE_CHECKING:
-    from longrecall.models.config import RecurrentConfig
+    from longrecall.models.sizes import ModelSizes
 
 HELP = "show a checkpoint's layers, parameters, state size and surgery history"
 EXAMPLE = "longrecall info bigger/ --context 64k"
@@ -54,20 +54,18 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("nothing to show: name a checkpoint (CKPT), or ask for --backends; see longrecall info --help")
     context = None if args.context is None else parse_length(args.context)
     from longrecall.models.checkpoint import open_checkpoint
-    from longrecall.models.description import is_description, read_description
+    from longrecall.models.description import is_description, read_sizes
 
     if is_description(args.checkpoint):
-        facts = describe(read_description(args.checkpoint), (), args.checkpoint, context)
+        facts = describe(read_sizes(args.checkpoint), (), args.checkpoint, context)
     else:
         checkpoint = open_checkpoint(args.checkpoint)
-        facts = describe(checkpoint.config, checkpoint.surgery, args.checkpoint, context)
+        facts = describe(checkpoint.plain, checkpoint.surgery, args.checkpoint, context)
     print(json.dumps(facts, indent=2) if args.json else as_text(facts))
     return 0
 
 
-def describe(
-    config: RecurrentConfig, surgery: Sequence[dict[str, Any]], path: str, context: int | None
-) -> dict[str, Any]:
+def describe(config: ModelSizes, surgery: Sequence[dict[str, Any]], path: str, context: int | None) -> dict[str, Any]:
     """Return everything that `info` shows as plain data; `context` None = the training context, or 4096."""
     from longrecall.models import accounting
 

@@ -27,7 +27,8 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.seed < 2**63:
         raise UserError(f"--seed {args.seed} is out of range; use a whole number from 0")
     from longrecall.models.accounting import account
-    from longrecall.models.description import initialise, read_description
+    from longrecall.models.description import read_description
+    from longrecall.models.initialising import initialise
     from longrecall.models.loading import parse_dtype
 
     config = read_description(args.description)

@@ -8,7 +8,7 @@ from typing import Any
 
 from longrecall.layers.descriptions.base import MixerConfig
 from longrecall.layers.descriptions.retrieval import RetrievalConfig
-from longrecall.models.config import RecurrentConfig
+from longrecall.models.sizes import ModelSizes
 
 STATE_BYTES = 4
 """Recurrent states are float32 whatever the weights are."""
@@ -46,7 +46,7 @@ class ModelAccount:
         return STATE_BYTES * self.state_size
 
 
-def account(config: RecurrentConfig) -> ModelAccount:
+def account(config: ModelSizes) -> ModelAccount:
     """Count parameters and state of `config`; a tied head is counted once, a handover's `progress` not at all."""
     per_layer = [0] * len(config.layers)
     total = 0
@@ -120,7 +120,7 @@ def describe_sizes(mixer: dict[str, Any], mlp_size: int = 0) -> str:
     return " ".join([*parts, *([f"mlp={mlp_size}"] if mlp_size else [])])
 
 
-def key_value_cache_size(config: RecurrentConfig, context: int) -> int:
+def key_value_cache_size(config: ModelSizes, context: int) -> int:
     """Return the numbers that the layers of `config` cache for one sequence of `context` tokens.
 
     Attention keeps keys and values: 2 * kv_heads * head_dim a token and layer, at most `window` tokens where a layer
@@ -129,7 +129,7 @@ def key_value_cache_size(config: RecurrentConfig, context: int) -> int:
     return sum(numbers * _kept(window, context) for numbers, window in _caches(config))
 
 
-def _caches(config: RecurrentConfig) -> list[tuple[int, int | None]]:
+def _caches(config: ModelSizes) -> list[tuple[int, int | None]]:
     return [cache for layer in config.layer_configs() for cache in layer.mixer.caches()]
 
 
@@ -137,7 +137,7 @@ def _kept(window: int | None, context: int) -> int:
     return context if window is None else min(context, window)
 
 
-def retrieval_bytes(config: RecurrentConfig, context: int) -> int:
+def retrieval_bytes(config: ModelSizes, context: int) -> int:
     """Return what retrieval layers keep of one sequence of `context` tokens, in bytes; 0 without such a layer.
 
     One vector of `encoder_dim` 16-bit numbers a finished chunk and layer, and the token ids (32 bit) once.
@@ -154,7 +154,7 @@ def _retrieval_layers(mixer: MixerConfig) -> list[RetrievalConfig]:
     return [found for config in inner if config is not None for found in _retrieval_layers(config)]
 
 
-def average_key_value_cache_size(config: RecurrentConfig, context: int) -> float:
+def average_key_value_cache_size(config: ModelSizes, context: int) -> float:
     """Return the numbers that those layers cache on average while they read `context` L tokens.
 
     Source: "Scaling up the State Size of RNN LLMs for Long-Context Scenarios", section 3.1 and appendix A.4: half of
@@ -169,7 +169,7 @@ def average_key_value_cache_size(config: RecurrentConfig, context: int) -> float
     return total
 
 
-def transformer_cache_size(config: RecurrentConfig, context: int) -> int:
+def transformer_cache_size(config: ModelSizes, context: int) -> int:
     """Return the numbers a Transformer of this width and depth would cache for one sequence of `context` tokens.
 
     The yardstick for a state: full multi-head attention in every layer keeps 2 * hidden_size numbers a token and layer.
@@ -177,13 +177,13 @@ def transformer_cache_size(config: RecurrentConfig, context: int) -> int:
     return 2 * config.hidden_size * len(config.layers) * context
 
 
-def equivalent_context(config: RecurrentConfig, state_size: int) -> float:
+def equivalent_context(config: ModelSizes, state_size: int) -> float:
     """Return at how many tokens that Transformer's cache has the bytes of a recurrent state of `state_size` numbers."""
     per_token = CACHE_BYTES * transformer_cache_size(config, 1)
     return STATE_BYTES * state_size / per_token if per_token else 0.0
 
 
-def state_ratio(config: RecurrentConfig, context: int) -> float | None:
+def state_ratio(config: ModelSizes, context: int) -> float | None:
     """Return the numbers in that Transformer's cache as a multiple of those in the recurrent state; None without state.
 
     Of the cache its average over `context` L tokens counts, half of the full one: for d_qk = d_v = d and one state a

@@ -15,15 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from longrecall.errors import UserError, did_you_mean
 from longrecall.files import ELSEWHERE, check_no_input, check_replaceable, expand_home, make_readable
 from longrecall.models.accounting import account
-from longrecall.models.config import RecurrentConfig
 from longrecall.models.formats import detect
 from longrecall.models.formats.hub import COMPANION_PATTERNS, locate
 from longrecall.models.formats.matching import match
@@ -38,9 +34,14 @@ from longrecall.models.formats.weights import (
     read_json,
 )
 from longrecall.models.limits import check_numbers
+from longrecall.models.sizes import PlainConfig
 from longrecall.models.surgery_records import SURGERY_FILE, read_surgery
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from longrecall.models.config import RecurrentConfig
     from longrecall.models.recurrent_lm import RecurrentLM
 
 DEFAULT_SHARD_BYTES = 1 << 30
@@ -70,6 +71,11 @@ class Checkpoint:
         """The native configuration."""
         return self._layout.config
 
+    @property
+    def plain(self) -> PlainConfig:
+        """The same without transformers: all sizes."""
+        return self._layout.plain
+
     def names(self) -> list[str]:
         """Native tensor names in the order of the config."""
         return list(self._found)
@@ -90,6 +96,8 @@ class Checkpoint:
         Raises:
             UserError: an unknown name, a damaged file, or a stored head that differs from the embedding it is tied to.
         """
+        import torch
+
         foreign, source = self._found[self._known(name)], self._layout.sources[name]
         if foreign is None:
             return torch.full(self._shapes[name], source.constant, dtype=self.dtype(name))
@@ -144,9 +152,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     form = detect(raw, where)
     try:
         layout = form.layout(raw, where)
-        shapes = layout.config.tensor_shapes()
+        shapes = layout.plain.tensor_shapes()
         check_numbers(shapes.values(), "the model")
-        check_numbers([[layout.config.state_size()]], "the state of a sequence")
+        check_numbers([[layout.plain.state_size()]], "the state of a sequence")
     except UserError as error:
         raise error if str(error).startswith(where) else UserError(f"{where}: {error}") from None
     weights = open_weights(folder, form.allow_torch)
@@ -261,6 +269,8 @@ class CheckpointWriter:
 
     def _flush(self) -> None:
         if self._shard:
+            from safetensors.torch import save_file
+
             path = self.folder / f"part-{self._parts:05d}.safetensors"
             with _disk_errors(self.out):
                 save_file(self._shard, path, metadata={"format": "pt"})

@@ -1,49 +1,16 @@
-"""The configuration of a RecurrentLM: plain data, one description per layer."""
+"""The configuration of a RecurrentLM, for transformers: the sizes of models/sizes.py in its config class."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from longrecall.errors import UserError, did_you_mean
-from longrecall.layers.descriptions.base import MixerConfig
-from longrecall.layers.mixers.registry import mixer_config
-from longrecall.models.limits import check_count, check_mixers
-from longrecall.models.value_checks import check_flag, check_mixer_values, check_number, check_whole
-
-LAYER_KEYS = ("mixer", "mlp_size")
+from longrecall.models.sizes import ModelSizes, PlainConfig
 
 
-@dataclass(frozen=True)
-class LayerConfig:
-    """One layer: a token mixer and, unless `mlp_size` is 0, a SwiGLU MLP of that inner width."""
-
-    mixer: MixerConfig
-    mlp_size: int = 0
-
-    @classmethod
-    def from_dict(cls, description: dict[str, Any], index: int) -> LayerConfig:
-        """Checked construction; errors name the layer."""
-        for key in description:
-            if key not in LAYER_KEYS:
-                raise UserError(f'layer {index} has no field "{key}".{did_you_mean(key, LAYER_KEYS)}')
-        mixer, mlp_size = description.get("mixer", {}), description.get("mlp_size", 0)
-        try:
-            check_whole("mlp_size", mlp_size, least=0)
-            check_mixer_values(mixer)
-            return cls(mixer_config(mixer), mlp_size)
-        except UserError as error:
-            raise UserError(f"layer {index}: {error}") from None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data that `from_dict` reads back."""
-        return {"mixer": self.mixer.to_dict(), "mlp_size": self.mlp_size}
-
-
-class RecurrentConfig(PreTrainedConfig):
+class RecurrentConfig(ModelSizes, PreTrainedConfig):
     """Sizes of a RecurrentLM; `layers` holds one description per layer and no two need agree.
 
     Args:
@@ -75,63 +42,21 @@ class RecurrentConfig(PreTrainedConfig):
         initializer_range: float = 0.02,
         **kwargs: Any,
     ) -> None:
-        check_count("layers", len(layers))
-        check_mixers(layers)
-        check_whole("vocab_size", vocab_size)
-        check_whole("hidden_size", hidden_size)
-        check_number("norm_eps", norm_eps, positive=True)
-        check_flag("tie_word_embeddings", tie_word_embeddings)
-        check_flag("residual_in_fp32", residual_in_fp32)
-        check_number("initializer_range", initializer_range)
-        if initializer_range < 0:
-            raise UserError(f'"initializer_range" is {initializer_range!r}; it must be 0 or more')
-        if context_length is not None:
-            check_whole("context_length", context_length)
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.norm_eps = norm_eps
-        self.residual_in_fp32 = residual_in_fp32
-        self.context_length = context_length
-        self.initializer_range = initializer_range
-        self.layers = [LayerConfig.from_dict(layer, index).to_dict() for index, layer in enumerate(layers)]
-        super().__init__(**{"tie_word_embeddings": tie_word_embeddings, **kwargs})
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """Number of layers."""
-        return len(self.layers)
-
-    def layer_configs(self) -> list[LayerConfig]:
-        """The checked description of every layer."""
-        return [LayerConfig.from_dict(layer, index) for index, layer in enumerate(self.layers)]
-
-    def state_size(self) -> int:
-        """Numbers in the recurrent state of one sequence, all layers together."""
-        return sum(layer.mixer.state_size() for layer in self.layer_configs())
-
-    def reads_tokens(self) -> bool:
-        """Whether a layer looks up tokens that were read before, so that a state must keep their ids."""
-        return any(layer.mixer.reads_tokens for layer in self.layer_configs())
-
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor of a checkpoint, in the order of docs/architecture.md."""
-        d = self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"model.embeddings.weight": (self.vocab_size, d)}
-        # Equal layers have equal tensors; a module is built for every other one.
-        known: dict[MixerConfig, dict[str, tuple[int, ...]]] = {}
-        for index, layer in enumerate(self.layer_configs()):
-            prefix = f"model.layers.{index}."
-            shapes[f"{prefix}mixer_norm.weight"] = (d,)
-            if layer.mixer not in known:
-                known[layer.mixer] = layer.mixer.tensor_shapes(d)
-            for name, shape in known[layer.mixer].items():
-                shapes[f"{prefix}mixer.{name}"] = shape
-            if layer.mlp_size:
-                shapes[f"{prefix}mlp_norm.weight"] = (d,)
-                for name in ("gate", "up"):
-                    shapes[f"{prefix}mlp.{name}_proj.weight"] = (layer.mlp_size, d)
-                shapes[f"{prefix}mlp.down_proj.weight"] = (d, layer.mlp_size)
-        shapes["model.norm.weight"] = (d,)
-        if not self.tie_word_embeddings:
-            shapes["lm_head.weight"] = (self.vocab_size, d)
-        return shapes
+        plain = PlainConfig(
+            vocab_size,
+            hidden_size,
+            layers,
+            norm_eps,
+            tie_word_embeddings,
+            residual_in_fp32,
+            context_length,
+            initializer_range,
+        )
+        self.vocab_size = plain.vocab_size
+        self.hidden_size = plain.hidden_size
+        self.layers = plain.layers
+        self.norm_eps = plain.norm_eps
+        self.residual_in_fp32 = plain.residual_in_fp32
+        self.context_length = plain.context_length
+        self.initializer_range = plain.initializer_range
+        PreTrainedConfig.__init__(self, **{"tie_word_embeddings": tie_word_embeddings, **kwargs})

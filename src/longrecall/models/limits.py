@@ -11,11 +11,13 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from longrecall.errors import UserError
 from longrecall.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 LAYERS = 4096
 VOCABULARY = 2**24
@@ -120,6 +122,8 @@ def read_description_text(path: Path) -> str:
 
 def check_memory(needed: int, what: str, device: torch.device | str = "cpu") -> None:
     """Raise UserError when `needed` bytes are more than the whole memory of the machine or of the GPU."""
+    import torch
+
     place = torch.device(device)
     there = machine_memory()
     if place.type == "cuda":

@@ -18,9 +18,10 @@ from longrecall.layers.mlp import SwiGLU
 from longrecall.layers.norm import RMSNorm, operand_dtype
 from longrecall.layers.tokens import TokenContext, TokenEmbedding, token_argument
 from longrecall.models.captured_steps import CapturedSteps, forget_moved
-from longrecall.models.config import LayerConfig, RecurrentConfig
+from longrecall.models.config import RecurrentConfig
 from longrecall.models.generation import DecodingOptions, RecurrentGeneration
 from longrecall.models.losses import next_token_loss, next_token_loss_of_hidden
+from longrecall.models.sizes import LayerConfig
 from longrecall.models.state import RecurrentState
 from longrecall.models.token_ids import check_range, embedded
 from longrecall.ops.packing import check_boundaries, document_mask, pack, unpack

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longrecall.errors import UserError
-from longrecall.models.config import RecurrentConfig
 from longrecall.models.formats.fields import Fields
-from longrecall.models.formats.sources import Layout, Source, repeat_heads, squeeze_conv
+from longrecall.models.formats.sources import Layout, RepeatHeads, Source, squeeze_conv
+from longrecall.models.sizes import PlainConfig
 from longrecall.models.value_checks import LARGEST
 
 # Rotary frequencies are computed from the config; old versions stored them.
@@ -72,7 +72,7 @@ def fla_layout(raw: dict[str, Any], where: str, defaults: Defaults, mixer: Calla
     layers = [{"mixer": {**m.description, **_eps(m, norm_eps)}, "mlp_size": width} for m in mixers]
     tied = config["tie_word_embeddings"]
     return Layout(
-        config=RecurrentConfig(layers=layers, **config),
+        plain=PlainConfig.from_dict({**config, "layers": layers}),
         sources=_block_sources(mixers, tied),
         copies={"lm_head.weight": "model.embeddings.weight"} if tied else {},
         ignored_suffixes=_COMPUTED,
@@ -150,7 +150,7 @@ def shared_heads(sources: dict[str, Source], names: Sequence[str], heads: int, r
         return sources
     own = heads // repeats
     repeated = {
-        name: Source(source.names, repeat_heads(own, repeats, then=source.transform))
+        name: Source(source.names, RepeatHeads(own, repeats, source.transform))
         for name, source in sources.items()
         if name in names
     }

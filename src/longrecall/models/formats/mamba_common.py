@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from longrecall.models.config import RecurrentConfig
 from longrecall.models.formats.sources import Layout, Source, squeeze_conv
+from longrecall.models.sizes import PlainConfig
 
 # Either spelling loads: mamba_ssm says embedding, transformers embeddings (and renames on loading).
 EMBEDDINGS = ("backbone.embeddings.weight", "backbone.embedding.weight")
@@ -18,7 +18,7 @@ _NAMES = ("in_proj.weight", "x_proj.weight", "dt_proj.weight", "dt_proj.bias", "
 
 
 def mamba_layout(config: dict[str, Any], mixer: dict[str, Any], layers: int) -> Layout:
-    """Build the layout of `layers` equal Mamba blocks; `config` holds RecurrentConfig's other arguments."""
+    """Build the layout of `layers` equal Mamba blocks; `config` holds the other keys of a native config.json."""
     tied = config["tie_word_embeddings"]
     sources = {
         "model.embeddings.weight": Source.of(*EMBEDDINGS),
@@ -37,7 +37,7 @@ def mamba_layout(config: dict[str, Any], mixer: dict[str, Any], layers: int) -> 
             sources[f"{block}mixer.conv.bias"] = Source.of(f"{foreign}mixer.conv1d.bias")
     description = {"mixer": {"type": "mamba", **mixer}, "mlp_size": 0}
     return Layout(
-        config=RecurrentConfig(layers=[description] * layers, **config),
+        plain=PlainConfig.from_dict({**config, "layers": [description] * layers}),
         sources=sources,
         copies={"lm_head.weight": "model.embeddings.weight"} if tied else {},
     )

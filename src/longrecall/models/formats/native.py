@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from longrecall.errors import UserError
-from longrecall.models.config import LayerConfig, RecurrentConfig
 from longrecall.models.formats.sources import Layout, Source
+from longrecall.models.sizes import LayerConfig, ModelSizes, PlainConfig
 
 MODEL_TYPE = "longrecall"
 
 _FOR_CALLERS = ("output_attentions", "output_hidden_states", "return_dict")
 """What a forward pass returns: for its callers to say, not for a file."""
+_DTYPES = frozenset({"bfloat16", "float16", "float32", "float64", "half", "float", "double"})
+"""What torch calls floating-point types that weights may be stored in."""
 
 
 def layout(raw: dict[str, Any], where: str) -> Layout:
@@ -26,19 +26,18 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
         raise UserError(f'{where}: "layers" must be a list of layer descriptions')
     for key in ("dtype", "torch_dtype"):
         name = raw.get(key)
-        kind = getattr(torch, name, None) if isinstance(name, str) else None
-        if name is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        if name is not None and not (isinstance(name, str) and name in _DTYPES):
             raise UserError(f'{where}: "{key}" is {name!r}; it must be a floating-point type, such as "float32"')
     try:
-        config = RecurrentConfig.from_dict({key: value for key, value in raw.items() if key not in _FOR_CALLERS})
+        plain = PlainConfig.from_dict({key: value for key, value in raw.items() if key not in _FOR_CALLERS})
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     # transformers' save_pretrained keeps a copy of a tied head under some settings.
-    copies = {"lm_head.weight": "model.embeddings.weight"} if config.tie_word_embeddings else {}
-    return Layout(config, {name: Source.of(name) for name in config.tensor_shapes()}, copies)
+    copies = {"lm_head.weight": "model.embeddings.weight"} if plain.tie_word_embeddings else {}
+    return Layout(plain, {name: Source.of(name) for name in plain.tensor_shapes()}, copies)
 
 
-def model_card(config: RecurrentConfig, parameters: int, dtype: str, surgery: Sequence[dict[str, Any]]) -> str:
+def model_card(config: ModelSizes, parameters: int, dtype: str, surgery: Sequence[dict[str, Any]]) -> str:
     """Return the README.md of a native checkpoint: a YAML header, the layers, what surgery did, and how to load it.
 
     Args:

@@ -8,15 +8,17 @@ import re
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from longrecall.errors import UserError
 from longrecall.models.limits import DESCRIPTION_BYTES, SHARDS, TENSORS, check_nesting, read_description_text
 from longrecall.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 SAFETENSORS_FILE = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
@@ -28,7 +30,8 @@ _CALLS = frozenset({"GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"})
 _TENSOR_CALLS = re.compile(r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch \w+Storage")
 """What a pickle of named tensors calls."""
 
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The types that are read: safetensors' names -> torch's."""
 
 
 class Weights(Protocol):
@@ -42,8 +45,11 @@ class Weights(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of one tensor, without reading it."""
 
+    def check_type(self, name: str) -> None:
+        """Raise `UserError` unless a tensor is stored as 16-, 32- or 64-bit floats."""
+
     def dtype(self, name: str) -> torch.dtype:
-        """Return the storage type of one tensor, without reading it."""
+        """Return the storage type of one tensor, without reading it; raises as `check_type`."""
 
     def read(self, name: str) -> Tensor:
         """Return the tensor, on the CPU. It may be backed by the file: callers that keep it copy it."""
@@ -90,7 +96,8 @@ class SafetensorsWeights:
             raise UserError(f"{path} does not exist, but the index names it; the checkpoint is incomplete")
         _check_header(path)
         try:
-            with safe_open(str(path), framework="pt", device="cpu") as handle:
+            # Nothing is read: what the names would be read as does not matter, and numpy is imported faster than torch.
+            with safe_open(str(path), framework="np", device="cpu") as handle:
                 headers = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (no mapping)
                 found = {name: (tuple(header.get_shape()), str(header.get_dtype())) for name, header in headers.items()}
         except (SafetensorError, OSError) as error:
@@ -114,14 +121,20 @@ class SafetensorsWeights:
         """Shape of one tensor, from the header."""
         return self._info[name][0]
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Storage type of one tensor, from the header. UserError for integers and 8-bit formats."""
+    def check_type(self, name: str) -> None:
+        """UserError for integers and 8-bit formats."""
         kind = self._info[name][1]
         if kind not in _FLOATS:
             raise UserError(
                 f'{self._file[name]}: tensor "{name}" has type {kind}; longrecall reads only {", ".join(_FLOATS)}'
             )
-        return _FLOATS[kind]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Storage type of one tensor, from the header; raises as `check_type`."""
+        import torch
+
+        self.check_type(name)
+        return cast("torch.dtype", getattr(torch, _FLOATS[self._info[name][1]]))
 
     def read(self, name: str) -> Tensor:
         """One tensor, mapped from the file."""
@@ -165,6 +178,8 @@ class TorchWeights:
     """A `pytorch_model.bin` in torch's zip format, memory-mapped, unpickled with ``weights_only=True``."""
 
     def __init__(self, path: Path) -> None:
+        import torch
+
         self.files = [path]
         try:
             _check_torch_file(path)
@@ -178,7 +193,7 @@ class TorchWeights:
         if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):
             raise UserError(f"{path} must hold one dictionary of named tensors, not {type(loaded).__name__}")
         for name, value in loaded.items():
-            if not isinstance(value, Tensor):
+            if not isinstance(value, torch.Tensor):
                 raise UserError(f'{path}: "{name}" is a {type(value).__name__}, not a tensor')
         self._tensors: dict[str, Tensor] = dict(loaded)
 
@@ -190,12 +205,16 @@ class TorchWeights:
         """Shape of one tensor."""
         return tuple(self._tensors[name].shape)
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Storage type of one tensor. UserError unless it is a 16-, 32- or 64-bit float."""
+    def check_type(self, name: str) -> None:
+        """UserError for integers and 8-bit formats."""
         dtype = self._tensors[name].dtype
-        if dtype not in _FLOATS.values():
+        if str(dtype).removeprefix("torch.") not in _FLOATS.values():
             raise UserError(f'{self.files[0]}: tensor "{name}" has type {dtype}; longrecall reads only {list(_FLOATS)}')
-        return dtype
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Storage type of one tensor; raises as `check_type`."""
+        self.check_type(name)
+        return self._tensors[name].dtype
 
     def read(self, name: str) -> Tensor:
         """One tensor, mapped from the file."""
