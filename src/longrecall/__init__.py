@@ -5,10 +5,10 @@ Importing this package is cheap: torch and transformers are imported when someth
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from longrecall._registration import register_auto_classes
+from longrecall.late_names import late_names
 
 if TYPE_CHECKING:
     from longrecall.models.config import RecurrentConfig
@@ -29,14 +29,7 @@ _HOMES = {
     "load": "longrecall.models.loading",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name where it lives, once (PEP 562)."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = late_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

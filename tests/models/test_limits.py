@@ -25,9 +25,9 @@ from longrecall.layers.mixers.registry import mixer_config
 from longrecall.models import limits, value_checks
 from longrecall.models.checkpoint import open_checkpoint, save
 from longrecall.models.config import RecurrentConfig
-from longrecall.models.description import initialise
 from longrecall.models.formats import FORMATS
 from longrecall.models.formats.fields import Fields
+from longrecall.models.initialising import initialise
 from longrecall.models.loading import load
 from longrecall.models.recurrent_lm import RecurrentLM
 from tests.conftest import MIXERS

@@ -9,16 +9,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longrecall.errors import UserError
 from longrecall.models.accounting import account
-from longrecall.models.config import RecurrentConfig
 from longrecall.sweep.mixers import label, sized
-from longrecall.sweep.predictor import decoder_parameters
 from longrecall.sweep.recipe import TRAIN, Settings, SweepRecipe, retrieval_layers
 from longrecall.tasks.sequence_registry import create_sequence_task
 from longrecall.tasks.sequences import SequenceTask
+
+if TYPE_CHECKING:
+    from longrecall.models.config import RecurrentConfig
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class ModelSpec:
 
     def config(self, task: SequenceTask) -> RecurrentConfig:
         """Return the config for a task's vocabulary; UserError when these sizes cannot be."""
+        from longrecall.models.config import RecurrentConfig
+
         length, chosen = task.sequence_length, retrieval_layers(self.retrieval)
         if any(index >= self.layers for index in chosen):
             raise UserError(f"there is no layer {max(chosen)} in a model of {self.layers}")
@@ -206,6 +209,8 @@ def sizes(spec: RunSpec) -> tuple[int, int]:
     Raises UserError when it cannot be built.
     """
     task = spec.create_task()
+    from longrecall.sweep.predictor import decoder_parameters
+
     counted = account(spec.model.config(task))
     decoder = decoder_parameters(spec.model.hidden_size, task.vocab_size) if task.readout == "last_state" else 0
     return counted.parameters + decoder, counted.state_size

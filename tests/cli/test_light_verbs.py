@@ -1,0 +1,57 @@
+"""What answers at once must not import torch: it takes seconds. Modules are counted, not times."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import longrecall
+from longrecall.cli.main import VERBS
+
+ROOT = Path(__file__).parents[2]
+ASSETS = Path(longrecall.__file__).parent / "assets"
+HEAVY = ("torch", "transformers", "triton", "scipy", "pandas", "sklearn", "accelerate", "datasets", "lm_eval")
+CODE = """
+import contextlib, io, json, sys
+from longrecall.cli.main import main
+
+runs, forbidden = json.loads(sys.argv[1]), sys.argv[2:]
+for words in runs:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
+        code = main(words)
+    assert code == 0 and out.getvalue(), words
+    found = sorted(set(forbidden) & sys.modules.keys())
+    assert not found, f"{words} imports {found}"
+"""
+
+
+def check(runs: list[list[str]], forbidden: tuple[str, ...]) -> None:
+    words = [sys.executable, "-c", CODE, json.dumps(runs), *forbidden]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_imports_nothing_heavy() -> None:
+    helps = [[verb, "--help"] for verb in VERBS]
+    check([["--help"], ["--version"], *helps, ["eval", "--list-suites"]], (*HEAVY, "numpy", "safetensors"))
+
+
+def test_info_and_compare_need_no_torch() -> None:
+    description = ROOT / "recipes" / "configs" / "gated_delta_net_400m_e8.json"
+    results = [f"experiments/results/demo/{name}.json" for name in ("before", "after")]
+    check(
+        [
+            *(["info", str(ASSETS / name)] for name in ("gla-base", "mamba2-base")),
+            ["info", str(description), "--json"],
+            ["compare", *results],
+            ["eval", "--harness-path"],
+        ],
+        HEAVY,
+    )
+
+
+def test_a_report_needs_no_torch(tmp_path: Path) -> None:
+    results = [f"experiments/results/{name}.json" for name in ("demo/before", "demo/after", "mad_baseline")]
+    check([["report", *results, "-o", str(tmp_path / "page.html")]], HEAVY)
