@@ -27,9 +27,9 @@ import numpy as np
 import torch
 
 import longrecall
-from longrecall.evaluation.checkpoint import load_tokenizer
 from longrecall.evaluation.memory import Room
 from longrecall.evaluation.recall import CellJob
+from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.tasks.encoding import IGNORE, Cell, PieceEncoder, QuestionSample, draw_integers, sample_generator
 from longrecall.units import parse_length
 
