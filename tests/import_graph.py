@@ -94,8 +94,10 @@ def circular_edges(edges: Graph) -> set[Edge]:
 
 
 def circle(edges: Graph, edge: Edge) -> str:
-    """A shortest circle through an edge, for people: `a -> b -> a`."""
-    return " -> ".join([edge[0], *(_way(edges, edge[1], edge[0]) or [])])
+    """A shortest circle through an edge, for people: `a -> b -> a`, the first name in the alphabet first."""
+    modules = _way(edges, edge[1], edge[0]) or [*edge]
+    start = modules.index(min(modules))
+    return " -> ".join([*modules[start:], *modules[:start], modules[start]])
 
 
 def _way(edges: Graph, start: str, end: str) -> list[str] | None:
