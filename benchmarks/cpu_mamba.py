@@ -11,25 +11,19 @@ the square of T, so that the ratio holds for this T alone.
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
-import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from pathlib import Path
+from typing import Any
 
-# See cpu_ops.py: a spinning thread holds up the one it waits for on a shared machine.
+# See cpu_timing.py: a spinning thread holds up the one it waits for on a shared machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+from cpu_timing import OtherPrograms, cpu_parser, disagreement, ratio_of, recorded
 from torch import Tensor, nn
 
 from longrecall.layers.mixers.registry import mixer_config
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cpu_ops import disagreement, environment, processor_seconds, recorded
 
 SIZES = {"hidden": 768, "inner": 1536, "state": 16, "rank": 48}
 # Float32 sums of a thousand steps and products over 1536 channels, in another order.
@@ -103,29 +97,26 @@ def measure(length: int, make: Callable[..., Run], repeats: int) -> dict[str, fl
     x, weight = inputs(length)
     runs = {name: make(*side) for name, side in sides().items()}
     runs["ours"](x, weight)
-    ratios = []
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
-        times = {}
         for name, run in runs.items():
             start = time.perf_counter()
             run(x, weight)
-            times[name] = time.perf_counter() - start
-        ratios.append(times["peer"] / times["ours"])
-        print(f"  peer / ours: {times['peer']:.2f} s / {times['ours']:.3f} s = {ratios[-1]:.1f}", flush=True)
-    return {"ratio": statistics.median(ratios), "ratio_low": min(ratios), "ratio_high": max(ratios)}
+            times[name].append(time.perf_counter() - start)
+        ours, peer = times["ours"][-1], times["peer"][-1]
+        print(f"  peer / ours: {peer:.2f} s / {ours:.3f} s = {peer / ours:.1f}", flush=True)
+    return ratio_of(times["peer"], times["ours"])
 
 
-def main(arguments: list[str] | None = None) -> dict[str, object]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = cpu_parser(__doc__, threads=2)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument(
         "--repeats", type=int, default=2, help="pairs per pass; a pair takes minutes at the default length"
     )
-    parser.add_argument("--out", type=Path, help="JSON file for the result")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    began, (machine, own) = time.perf_counter(), processor_seconds()
+    others = OtherPrograms()
     error = compare(min(options.length, 256))
     if error > AGREEMENT:
         raise RuntimeError(f"ours and the peer differ by {error:.1e}; a timing would mean nothing")
@@ -137,18 +128,8 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
     for label, make in (("forward", forward), ("forward_backward", forward_backward)):
         print(label)
         row[label] = measure(options.length, make, options.repeats)
-    machine_now, own_now = processor_seconds()
-    busy = ((machine_now - machine) - (own_now - own)) / (time.perf_counter() - began)
-    result: dict[str, object] = {
-        "schema": 1,
-        "kind": "benchmark",
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": environment(options.threads),
-        "settings": {"dtype": "float32", "batch": 1, "length": options.length, "repeats": options.repeats, **SIZES},
-        "cores_busy_elsewhere": round(max(busy, 0.0), 2),
-        "results": [row],
-    }
-    return recorded(result, options.out)
+    settings = {"batch": 1, "length": options.length, "repeats": options.repeats, **SIZES}
+    return recorded(options, settings, [row], cores_busy_elsewhere=others.cores())
 
 
 if __name__ == "__main__":

@@ -20,25 +20,22 @@ null where the CPU has no instructions for them.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-# Threads that wait for each other sleep instead of spinning. Beside other work on the same cores a spinning thread
-# holds up the one it waits for, and both sides' times grow tenfold at random. On a quiet machine set
-# OMP_WAIT_POLICY=active: both sides take up to 1.7 times less.
+# See cpu_timing.py: a spinning thread holds up the one it waits for on a shared machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+from cpu_timing import OtherPrograms, cpu_parser, disagreement, ratio_of, recorded
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -127,11 +124,6 @@ def forward_backward(function: Callable[..., Tensor], inputs: list[Tensor], weig
     return [out.detach(), *torch.autograd.grad(out, leaves, weight)]
 
 
-def disagreement(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Largest difference of any output or gradient, relative to the largest entry of that tensor."""
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
-
-
 def measure(case: Case, repeats: int) -> dict[str, object]:
     """Seconds of ours and of the peer in turn, and the ratios peer / ours of neighbours."""
     inputs = case.inputs(LENGTH)
@@ -159,12 +151,6 @@ def in_turn(repeats: int, *actions: Callable[[], object]) -> list[list[float]]:
 
 def median_ms(seconds: list[float]) -> float:
     return 1e3 * statistics.median(seconds)
-
-
-def ratio_of(slow: list[float], fast: list[float]) -> dict[str, float]:
-    """Median, least and largest of the ratios of neighbours."""
-    ratios = [a / b for a, b in zip(slow, fast, strict=True)]
-    return {"ratio": statistics.median(ratios), "ratio_low": min(ratios), "ratio_high": max(ratios)}
 
 
 def delta_operations(length: int, heads: int, width: int, masked: float) -> float:
@@ -249,37 +235,6 @@ def measure_memory(index: int, threads: int) -> dict[str, float]:
     return found
 
 
-def processor_seconds() -> tuple[float, float]:
-    """Processor time used so far by the whole machine, and by this process and its ended children."""
-    user, nice, system = (int(x) for x in Path("/proc/stat").read_text().split()[1:4])
-    return (user + nice + system) / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4])
-
-
-def recorded(result: dict[str, object], out: Path | None) -> dict[str, object]:
-    """Write a benchmark's result to `out`, if there is one, and return it."""
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
-    return result
-
-
-def environment(threads: int) -> dict[str, object]:
-    import transformers
-
-    cpu = next(
-        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")),
-        platform.processor(),
-    )
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "hardware": f"{cpu}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
-        "threads": threads,
-        "omp_wait_policy": os.environ["OMP_WAIT_POLICY"],
-    }
-
-
 def print_table(rows: list[dict]) -> None:
     print(f"{'op':24}{'pass':18}{'ours ms':>9}{'peer ms':>9}{'ratio':>8}   range")
     for row in rows:
@@ -298,11 +253,9 @@ def print_table(rows: list[dict]) -> None:
             print(f"{row['op']:24}{label + ', bf16':22}{times}   {x['ratio_low']:.2f}-{x['ratio_high']:.2f}")
 
 
-def main(arguments: list[str] | None = None) -> dict[str, object]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = cpu_parser(__doc__, threads=2)
     parser.add_argument("--repeats", type=int, default=15, help="pairs per op and pass")
-    parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("--memory", type=int, nargs=2, metavar=("CASE", "T"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -310,31 +263,19 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
         case, length = options.memory
         print(memory_growth(CASES[case], length))
         return {}
-    began, (machine, own) = time.perf_counter(), processor_seconds()
+    others = OtherPrograms()
     rows = []
     for index, case in enumerate(CASES):
         memory = {"forward_memory_mib": measure_memory(index, options.threads)}
         rows.append(measure(case, options.repeats) | {"bfloat16": measure_bfloat16(case, options.repeats)} | memory)
     share = measure_share(options.repeats)
-    machine_now, own_now = processor_seconds()
-    busy = ((machine_now - machine) - (own_now - own)) / (time.perf_counter() - began)
     print_table(rows)
     print(
         f"gated delta rule, forward and backward: {share['share']:.0%} of {share['product_gflops']:.0f} GFLOP/s "
         f"({share['share_without_masked']:.0%} without what masks discard)"
     )
-    print(f"meanwhile other processes kept {busy:.1f} of {os.cpu_count()} cores busy")
-    result: dict[str, object] = {
-        "schema": 1,
-        "kind": "benchmark",
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": environment(options.threads),
-        "settings": {"dtype": "float32", "batch": 1, "length": LENGTH, "repeats": options.repeats},
-        "cores_busy_elsewhere": round(max(busy, 0.0), 2),
-        "results": rows,
-        "product_share": share,
-    }
-    return recorded(result, options.out)
+    settings = {"batch": 1, "length": LENGTH, "repeats": options.repeats}
+    return recorded(options, settings, rows, cores_busy_elsewhere=others.cores(), product_share=share)
 
 
 if __name__ == "__main__":

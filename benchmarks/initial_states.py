@@ -10,19 +10,18 @@ throughput. Absolute times of a shared CPU mean nothing and are not kept.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import sys
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-# See cpu_ops.py: a spinning thread holds up the one it waits for on a shared machine.
+# See cpu_timing.py: a spinning thread holds up the one it waits for on a shared machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+from cpu_timing import OtherPrograms, cpu_parser, recorded
 from torch import Tensor
 
 import longrecall
@@ -37,9 +36,6 @@ from longrecall.training.recipe_states import (
     ZeroState,
 )
 from longrecall.training.segments import Segments, read_batch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cpu_ops import environment, processor_seconds, recorded
 
 ASSETS = Path(longrecall.__file__).parent / "assets"
 MODELS = ("mamba2-base", "gla-base")
@@ -129,31 +125,17 @@ def print_table(rows: list[dict[str, object]]) -> None:
         print(f"{row['model']:13}{row['kind']:54}{row['throughput']:10.3f}x   {middle}")
 
 
-def main(arguments: list[str] | None = None) -> dict[str, object]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = cpu_parser(__doc__, threads=1)
     parser.add_argument("--repeats", type=int, default=21, help="turns")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--out", type=Path, help="JSON file for the result")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    began, (machine, own) = time.perf_counter(), processor_seconds()
+    others = OtherPrograms()
     rows = [row for name in options.models for row in measure(name, options.repeats)]
-    machine_now, own_now = processor_seconds()
-    busy = ((machine_now - machine) - (own_now - own)) / (time.perf_counter() - began)
     print_table(rows)
-    print(f"meanwhile other processes kept {busy:.1f} of {os.cpu_count()} cores busy")
-    result: dict[str, object] = {
-        "schema": 1,
-        "kind": "benchmark",
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "longrecall": longrecall.__version__,
-        "environment": environment(options.threads),
-        "settings": {"dtype": "float32", "batch": ROWS, "length": LENGTH, "seed": SEED, "repeats": options.repeats},
-        "cores_busy_elsewhere": round(max(busy, 0.0), 2),
-        "results": rows,
-    }
-    return recorded(result, options.out)
+    settings = {"batch": ROWS, "length": LENGTH, "seed": SEED, "repeats": options.repeats}
+    return recorded(options, settings, rows, cores_busy_elsewhere=others.cores())
 
 
 if __name__ == "__main__":

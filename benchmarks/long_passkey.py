@@ -17,23 +17,18 @@ import resource
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-# See cpu_ops.py: a spinning thread holds up the one it waits for on a shared machine.
+# See cpu_timing.py: a spinning thread holds up the one it waits for on a shared machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+from cpu_timing import cpu_parser, recorded
 
-import longrecall
 from longrecall import RecurrentConfig, RecurrentLM
 from longrecall.evaluation import evaluate
 from longrecall.models.byte_tokenizer import VOCABULARY, byte_tokenizer
 from longrecall.units import format_length, parse_length
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cpu_ops import environment, recorded
 
 MAMBA2 = {"mixer": {"type": "mamba2", "inner_dim": 512, "head_dim": 64, "state_dim": 64}, "mlp_size": 0}
 GLA = {"mixer": {"type": "gla", "num_heads": 4, "key_dim": 32, "value_dim": 64}, "mlp_size": 512}
@@ -63,12 +58,10 @@ def measure(name: str, length: int) -> dict[str, object]:
     }
 
 
-def main(arguments: list[str] | None = None) -> dict[str, object]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = cpu_parser(__doc__, threads=2)
     parser.add_argument("--lengths", default="4k,16k,64k", metavar="N,...", help="tokens [%(default)s]")
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
-    parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     lengths = [parse_length(part) for part in options.lengths.split(",")]
@@ -88,16 +81,8 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
                 f"{name:8}{format_length(length):>5}{row['seconds']:8.1f} s{row['processor_seconds']:8.1f} processor s"
                 f"{row['peak_mib']:9.1f} MiB"
             )
-    result: dict[str, object] = {
-        "schema": 1,
-        "kind": "benchmark",
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "longrecall": longrecall.__version__,
-        "environment": environment(options.threads),
-        "settings": {"dtype": "float32", "seed": 0},
-        "results": rows,
-    }
-    return recorded(result, options.out)
+    settings = {"seed": 0}
+    return recorded(options, settings, rows)
 
 
 if __name__ == "__main__":

@@ -10,31 +10,26 @@ must be the same, word for word. Absolute times of a shared CPU mean nothing and
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-# See cpu_ops.py: a spinning thread holds up the one it waits for on a shared machine.
+# See cpu_timing.py: a spinning thread holds up the one it waits for on a shared machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 import torch
+from cpu_timing import OtherPrograms, cpu_parser, recorded
 
 import longrecall
-from longrecall.evaluation.checkpoint import load_tokenizer
 from longrecall.evaluation.memory import Room
 from longrecall.evaluation.recall import CellJob
+from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.tasks.encoding import IGNORE, Cell, PieceEncoder, QuestionSample, draw_integers, sample_generator
 from longrecall.units import parse_length
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cpu_ops import environment, processor_seconds, recorded
 
 ASSETS = Path(longrecall.__file__).parent / "assets"
 MODELS = ("mamba2-base", "gla-base")
@@ -98,7 +93,7 @@ def measure(name: str, text: str, length: int, questions: int) -> dict[str, obje
     model = longrecall.load(ASSETS / name, dtype="float32").eval()
     tokenizer = load_tokenizer(ASSETS / name, model.config.vocab_size)
     once = Passages(text, shared=True)
-    answer(model, tokenizer, once, 2048, 2)  # warms up
+    answer(model, tokenizer, once, min(length, 2048), 2)  # warms up
     said_once, *seconds_once = answer(model, tokenizer, once, length, questions)
     said_each, *seconds_each = answer(model, tokenizer, replace(once, shared=False), length, questions)
     if said_once != said_each:
@@ -114,34 +109,21 @@ def measure(name: str, text: str, length: int, questions: int) -> dict[str, obje
     }
 
 
-def main(arguments: list[str] | None = None) -> dict[str, object]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = cpu_parser(__doc__, threads=1)
     parser.add_argument("--tokens", type=parse_length, default=16384, help="of the document [16k]")
     parser.add_argument("--questions", type=int, default=50)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--out", type=Path, help="JSON file for the result")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     text = (ASSETS / "text" / "held_out.txt").read_text(encoding="utf-8")
-    began, (machine, own) = time.perf_counter(), processor_seconds()
+    others = OtherPrograms()
     rows = [measure(name, text, options.tokens, options.questions) for name in options.models]
-    machine_now, own_now = processor_seconds()
-    busy = ((machine_now - machine) - (own_now - own)) / (time.perf_counter() - began)
     for row in rows:
         print(f"{row['model']:13}{row['ratio']:7.1f}x faster ({row['processor_ratio']:.1f}x in processor seconds)")
-    print(f"the same answers; meanwhile other processes kept {busy:.1f} of {os.cpu_count()} cores busy")
-    result: dict[str, object] = {
-        "schema": 1,
-        "kind": "benchmark",
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "longrecall": longrecall.__version__,
-        "environment": environment(options.threads),
-        "settings": {"dtype": "float32", "seed": 0, "answer_tokens": Passages.answer_tokens},
-        "cores_busy_elsewhere": round(max(busy, 0.0), 2),
-        "results": rows,
-    }
-    return recorded(result, options.out)
+    print("the same answers")
+    settings = {"seed": 0, "answer_tokens": Passages.answer_tokens}
+    return recorded(options, settings, rows, cores_busy_elsewhere=others.cores())
 
 
 if __name__ == "__main__":

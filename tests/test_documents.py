@@ -84,6 +84,24 @@ def test_every_verb_prints_json_when_asked(verb: str) -> None:
     assert "--json" in parser_of(verb).format_help()
 
 
+SCRIPTS = [*sorted((ROOT / "experiments").rglob("*.py")), *sorted((ROOT / "benchmarks").glob("*.py"))]
+CARDS = sorted((ROOT / "src" / "longrecall" / "assets").glob("*/README.md"))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"] + CARDS + SCRIPTS, ids=name_of)
+def test_scripts_that_a_page_names_are_there(page: Path) -> None:
+    """As a command they also do something when they are run; CHANGELOG.md speaks of what was there then."""
+    text = page.read_text(encoding="utf-8")
+    names = re.findall(r"python -m (experiments[.\w]+)", text)
+    commands = [f"{name.replace('.', '/')}.py" for name in names] + re.findall(r"python (\w+/[\w/]+\.py)", text)
+    for path in commands:
+        assert 'if __name__ == "__main__":' in (ROOT / path).read_text(encoding="utf-8"), path
+    # A benchmark names the file that it will write, which nobody may have recorded yet.
+    endings = "py" if page in SCRIPTS else "py|json"
+    for path in re.findall(rf"(?:experiments|benchmarks)/[\w/]+\.(?:{endings})\b", text):
+        assert (ROOT / path).exists(), path
+
+
 def headings(page: Path) -> set[str]:
     """The anchors of a page as GitHub makes them."""
     lines = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL).splitlines()

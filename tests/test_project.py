@@ -22,6 +22,7 @@ from packaging.utils import canonicalize_name
 import longrecall
 from longrecall.cli.main import VERBS, build_parser
 from longrecall.installing import install_command
+from tests.import_graph import ImportGraph, circle, circular_edges
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "longrecall"
@@ -32,6 +33,12 @@ HEIGHT = {"ops": 0, "layers": 1, "models": 2, "inference": 3, "demo": 5, "cli": 
     ("surgery", "training", "evaluation", "diagnostics", "report", "sweep"), 4
 )
 """A room imports its own height (without circles) and what lies below; files beside the rooms are free to all."""
+
+KNOWN_CIRCLES: dict[str, set[str]] = {
+    "longrecall.layers.fused_delta": {"longrecall.layers.mixers.delta_net"},
+    "longrecall.layers.mixers.delta_net": {"longrecall.layers.fused_delta"},
+}
+"""Imports that still go in a circle. This list only shrinks: whoever mends one takes it out, and nothing is added."""
 
 OPTIONAL = (
     *("datasets", "pyarrow", "tensorboard", "triton", "lm_eval", "wandb", "liger_kernel"),
@@ -57,18 +64,6 @@ def room_of(module: str) -> str | None:
     return parts[1] if parts[0] == "longrecall" and len(parts) > 1 and (SOURCE / parts[1]).is_dir() else None
 
 
-def imports_of(path: Path) -> set[str]:
-    """Modules of this package that the file imports anywhere, also for types and inside functions."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports in this project are absolute"
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return {name for name in found if name.split(".")[0] == "longrecall"}
-
-
 def complaint(room: str, other: str) -> str | None:
     """Why a file in `room` may not import from `other`; None when it may."""
     if room == other:
@@ -86,25 +81,45 @@ def test_the_import_rule_itself() -> None:
     assert not complaint("cli", "ops") and not complaint("training", "tasks") and not complaint("ops", "ops")
 
 
-def test_imports_point_downwards() -> None:
+@pytest.fixture(scope="module")
+def imports() -> ImportGraph:
+    return ImportGraph(SOURCE, ROOT / "experiments", scripts=(ROOT / "benchmarks",))
+
+
+def test_no_imports_go_in_a_circle(imports: ImportGraph) -> None:
+    """Neither at the top of a file nor inside functions nor for types, in the package, experiments and benchmarks."""
+    found = circular_edges(imports.edges)
+    known = {(module, other) for module, others in KNOWN_CIRCLES.items() for other in others}
+    new = sorted({circle(imports.edges, edge) for edge in found - known})
+    assert not new, "imports in a circle; move what both need to a file that imports neither:\n" + "\n".join(new)
+    assert not known - found, f"mended, take them out of KNOWN_CIRCLES: {sorted(known - found)}"
+
+
+def test_imports_point_downwards(imports: ImportGraph) -> None:
     wrong = []
     siblings: dict[str, set[str]] = {}
-    for path in FILES:
-        room = room_of(module_name(path))
+    for module, others in imports.edges.items():
+        room = room_of(module)
         if room is None:
             continue
-        for name in imports_of(path):
+        for name in others:
             other = room_of(name)
             if other is None:
                 continue
             reason = complaint(room, other)
             if reason:
-                wrong.append(f"{path.relative_to(ROOT)} imports {name}: {reason}")
+                wrong.append(f"{module} imports {name}: {reason}")
             elif other != room:
                 siblings.setdefault(room, set()).add(other)
     assert not wrong, "\n".join(wrong)
     # Raises CycleError where two rooms of one height need each other.
     TopologicalSorter(siblings).prepare()
+
+
+def test_the_package_imports_neither_scripts_nor_tests(imports: ImportGraph) -> None:
+    """What is installed comes without them."""
+    package = {name: others for name, others in imports.edges.items() if name.split(".")[0] == "longrecall"}
+    assert {other.split(".")[0] for others in package.values() for other in others} == {"longrecall"}
 
 
 def test_every_room_has_a_height() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from longrecall._registration import register_auto_classes
 from longrecall.late_names import late_names
+from longrecall.version import __version__
 
 if TYPE_CHECKING:
     from longrecall.models.config import RecurrentConfig
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from longrecall.models.recurrent_lm import RecurrentLM
     from longrecall.models.state import RecurrentState
     from longrecall.surgery.expand import expand
-
-__version__ = "0.1.0"
 
 __all__ = ["RecurrentConfig", "RecurrentLM", "RecurrentState", "__version__", "expand", "load"]
 

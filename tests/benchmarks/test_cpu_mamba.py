@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,12 +16,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("cpu_mamba", BENCHMARKS / "cpu_mamba.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["cpu_mamba"] = module
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("cpu_mamba")
 
 
 def test_it_runs_and_writes_ratios_only(script: ModuleType, tmp_path: Path) -> None:

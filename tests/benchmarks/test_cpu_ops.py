@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -77,12 +77,7 @@ class CountProducts(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("cpu_ops", ROOT / "benchmarks" / "cpu_ops.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["cpu_ops"] = module
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("cpu_ops")
 
 
 def test_the_operations_are_those_that_run(benchmark: ModuleType) -> None:

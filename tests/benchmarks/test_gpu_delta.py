@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +11,12 @@ import torch
 
 from longrecall.ops import gated_delta_rule
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 SIZE = (2, 40)
 
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The benchmark with small layers on the CPU and our op in a peer's place."""
-    monkeypatch.syspath_prepend(FOLDER)
     module = importlib.import_module("gpu_delta")
     for name, value in {"DEVICE": "cpu", "HEADS": 2, "WIDTH": 16, "HIDDEN": 32}.items():
         monkeypatch.setattr(module, name, value)

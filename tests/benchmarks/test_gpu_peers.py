@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,7 @@ FILE = Path(__file__).parents[2] / "benchmarks" / "gpu_peers.py"
 
 @pytest.fixture(scope="module")
 def benchmark() -> Any:
-    spec = importlib.util.spec_from_file_location("gpu_peers", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_peers"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("gpu_peers")
 
 
 def rows(benchmark: Any, times: dict[int, dict[str, float]], errors: dict[str, list[float]]) -> dict[str, Any]:

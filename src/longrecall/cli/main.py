@@ -15,8 +15,8 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn, Protocol, cast
 
-from longrecall import __version__
 from longrecall.errors import UserError, did_you_mean, ran_out_of_memory
+from longrecall.version import __version__
 
 VERBS = (
     "demo",

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from longrecall import __version__
 from longrecall.diagnostics import effective_remembrance as remembrance_part
 from longrecall.diagnostics import recall_length as recall_part
 from longrecall.diagnostics.divergence import DivergenceWatch
@@ -32,6 +31,7 @@ from longrecall.models.loading import load, preferred_device
 from longrecall.tasks.encoding import PieceEncoder
 from longrecall.tasks.passkey import Passkey
 from longrecall.tasks.text import read_text
+from longrecall.version import __version__
 
 
 class _Clock:

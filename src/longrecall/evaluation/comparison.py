@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from longrecall import __version__
 from longrecall.errors import UserError, did_you_mean
 from longrecall.evaluation.outcomes import Outcomes, unpack
 from longrecall.evaluation.paired import holm, paired_interval, paired_test
 from longrecall.evaluation.results import SCHEMA, now, read_result
 from longrecall.tasks.encoding import cell_key
+from longrecall.version import __version__
 
 _LESS_IS_BETTER = frozenset({"bits_per_byte", "perplexity"})
 _Entries = dict[tuple[str, str], dict[str, Any]]

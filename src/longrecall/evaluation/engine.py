@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from longrecall import __version__
 from longrecall.errors import UserError
 from longrecall.evaluation.harness import HarnessTask
 from longrecall.evaluation.journal import Done, Journal
@@ -30,6 +29,7 @@ from longrecall.evaluation.results import (
 from longrecall.tasks.bits_per_byte import BitsPerByte
 from longrecall.tasks.encoding import PieceEncoder
 from longrecall.tasks.registry import Task
+from longrecall.version import __version__
 
 __all__ = ["create_tasks", "describe_model", "evaluate"]
 

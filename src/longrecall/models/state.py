@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,10 +18,25 @@ from longrecall.errors import UserError
 from longrecall.files import make_readable, place_of
 from longrecall.layers.mixers.base import LayerState
 
-if TYPE_CHECKING:
-    from longrecall.models.recurrent_lm import RecurrentLM
-
 FORMAT = "longrecall-state-1"
+
+
+class _Owner(Protocol):
+    """What a state file asks of the model that it is read for: `RecurrentLM` has all of it."""
+
+    @property
+    def config(self) -> Any:
+        """Its `num_hidden_layers` is the number of layer states."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors go."""
+        ...
+
+    def fingerprint(self) -> str:
+        """What the file must name."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -110,7 +125,7 @@ class RecurrentState:
             raise UserError(f"cannot write the state file {path}: {reason}; choose another place") from error
 
     @classmethod
-    def load(cls, path: str | Path, model: RecurrentLM) -> RecurrentState:
+    def load(cls, path: str | Path, model: _Owner) -> RecurrentState:
         """Read a state written by `save`; raises UserError when the file is broken or belongs to another model."""
         path = Path(path)
         if not path.is_file():

@@ -8,12 +8,12 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longrecall import __version__
 from longrecall.errors import UserError
 from longrecall.files import check_no_input, write_text
 from longrecall.installing import install_command
 from longrecall.report.blocks import Plot, Section, spoken
 from longrecall.report.inputs import read_inputs
+from longrecall.version import __version__
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longrecall import __version__
 from longrecall.errors import UserError
 from longrecall.models.accounting import ModelAccount, account, retrieval_bytes
 from longrecall.models.config import RecurrentConfig
@@ -31,6 +30,7 @@ from longrecall.surgery.layer_selection import select_layers
 from longrecall.surgery.registry import Method, Plan, Tensors, find_method
 from longrecall.surgery.streaming import check_places, write_checkpoint
 from longrecall.surgery.summary import ExpansionSummary, layer_changes
+from longrecall.version import __version__
 
 if TYPE_CHECKING:
     from longrecall.models.checkpoint import Checkpoint

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-import longrecall
 from longrecall.errors import UserError
 from longrecall.evaluation.results import environment, now
 from longrecall.sweep.grid import RunSpec, runs_of, shard
@@ -18,6 +17,7 @@ from longrecall.sweep.journal import KIND, SCHEMA, Journal
 from longrecall.sweep.recipe import SweepRecipe
 from longrecall.sweep.scheduler import choose_device, train_all
 from longrecall.sweep.summary import best_rows, summary_lines
+from longrecall.version import __version__
 
 Row = dict[str, Any]
 
@@ -136,7 +136,7 @@ def _result(recipe: SweepRecipe, rows: list[Row], runs: int, device: str, runnin
         "schema": SCHEMA,
         "kind": KIND,
         "created": now(),
-        "longrecall": longrecall.__version__,
+        "longrecall": __version__,
         "environment": environment(device),
         "recipe": asdict(recipe),
         "complete": len(rows) == runs,

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from longrecall.errors import UserError
 from longrecall.files import write_json, write_text
+from longrecall.version import __version__
 
 LOG_FILE = "log.jsonl"
 RESULT_FILE = "training.json"
@@ -111,13 +112,11 @@ def environment() -> dict[str, str]:
 
 def write_result(path: Path, body: Mapping[str, Any]) -> None:
     """Write the result file of a training run (docs/architecture.md, "Result files")."""
-    import longrecall
-
     head = {
         "schema": 1,
         "kind": "training",
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "longrecall": str(longrecall.__version__),
+        "longrecall": __version__,
         "environment": environment(),
     }
     write_json(path, {**head, **body}, _ELSEWHERE)

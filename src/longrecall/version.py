@@ -1,0 +1,3 @@
+"""The version of this package, for whatever is written into files."""
+
+__version__ = "0.1.0"

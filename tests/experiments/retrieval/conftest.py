@@ -1,0 +1,13 @@
+"""What the tests of docs/retrieval_evidence.md ask for."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.experiments.retrieval.page import page_prose
+
+
+@pytest.fixture
+def prose() -> str:
+    """docs/retrieval_evidence.md without its tables, as one line."""
+    return page_prose()
