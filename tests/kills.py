@@ -4,16 +4,18 @@ Importing torch takes seconds, a tiny command a tenth of one. So a server import
 starts threads, and forks; `Server` talks to it over pipes. A child is killed
 
 * before its n-th operation on files (open for writing, rename, remove, make a folder, ...), as Python's audit events
-  report them, or a flush to the disk: every state that it leaves between two of them can be met;
+  report them, or a flush to the disk; or right after it, where it opens a file, which is empty then;
 * in the middle of a write: the system lets no file grow beyond some bytes, and ends whoever tries;
 * by SIGKILL after some time.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import pkgutil
@@ -22,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,10 +38,14 @@ CHANGES = {
 
 @dataclass(frozen=True)
 class Kill:
-    """When a command is killed: before its operation number `operation` (from 0), when a file would grow beyond `size`
-    bytes, or after `seconds`."""
+    """When a command is killed.
+
+    Before its operation number `operation` (from 0), or `after` it where it opens a file; when a file would grow beyond
+    `size` bytes; or after `seconds`.
+    """
 
     operation: int | None = None
+    after: bool = False
     size: int | None = None
     seconds: float | None = None
 
@@ -87,9 +93,9 @@ class Server:
 class _Operations:
     """Counts the operations on files inside a folder and ends this process before a chosen one."""
 
-    def __init__(self, folder: Path, last: int | None, report: int) -> None:
+    def __init__(self, folder: Path, last: int | None, after: bool, report: int) -> None:
         self._folder, self._last, self._report, self._count = os.path.realpath(folder), last, report, 0
-        self._process = os.getpid()
+        self._process, self._after = os.getpid(), after
         fsync = os.fsync
 
         def watched(file: Any) -> None:
@@ -98,6 +104,18 @@ class _Operations:
 
         os.fsync = watched
         sys.addaudithook(self._hear)
+        for module, name in ((io, "open"), (os, "open"), (builtins, "open")):
+            setattr(module, name, self._opening(getattr(module, name)))
+
+    def _opening(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(*arguments: Any, **options: Any) -> Any:
+            before = self._count
+            file = original(*arguments, **options)
+            if self._after and self._last is not None and before <= self._last < self._count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return file
+
+        return opened
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
@@ -120,7 +138,7 @@ class _Operations:
         """Count an operation that is about to be done, or die."""
         if os.getpid() != self._process:  # a child of the command
             return
-        if self._count == self._last:
+        if self._count == self._last and not (self._after and what == "open"):
             os.kill(os.getpid(), signal.SIGKILL)
         self._count += 1
         os.write(self._report, f"{what} {os.path.basename(os.fsdecode(path))}\n".encode())
@@ -141,7 +159,7 @@ def _child(request: dict[str, Any], report: int) -> int:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (kill["size"], kill["size"]))
-    _Operations(Path(request["folder"]), kill.get("operation"), report)
+    _Operations(Path(request["folder"]), kill.get("operation"), bool(kill.get("after")), report)
     from longrecall.cli.main import main
 
     code = main(request["words"])
