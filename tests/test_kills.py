@@ -70,8 +70,8 @@ class Case:
 
 EVAL = "eval base --device cpu --tasks passkey,bits_per_byte --text text.txt --lengths 128 --depths 0.5"
 CASES = {
-    "init": Case("init model.json base --tokenizer bytes", "base"),
-    "expand": Case("expand base bigger --method merge_heads --layers all --init perturb", "bigger"),
+    "init": Case("init model.json base --tokenizer bytes", "base", kills=9),
+    "expand": Case("expand base bigger --method merge_heads --layers all --init perturb", "bigger", kills=9),
     "train": Case("train train.yaml", "run", resumes=True, kills=6),
     "sweep": Case("sweep sweep.yaml", "sweep.json", resumes=True),
     "eval": Case(f"{EVAL} --samples 4 --batch-tokens 300 --out a.json", "a.json", resumes=True),
@@ -98,55 +98,46 @@ def test_every_verb_is_killed() -> None:
     assert {case.verb for case in CASES.values()} | WRITE_NOTHING == set(VERBS)
 
 
-@dataclass(frozen=True)
-class World:
-    """The server, and a folder in which every command has run to its end."""
-
-    server: Server
-    whole: Path
-    ends: dict[str, End]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    folder = tmp_path_factory.mktemp("whole")
-    (folder / "text.txt").write_text(TEXT)
-    (folder / "model.json").write_text(json.dumps(DESCRIPTION))
-    (folder / "train.yaml").write_text(yaml.safe_dump(TRAINING))
-    (folder / "sweep.yaml").write_text(yaml.safe_dump(SWEEP))
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("server"))
-    ends = {}
     try:
-        for name, case in CASES.items():
-            ends[name] = server.run(case.words.split(), folder, patch=case.patch)
-            assert ends[name].code == 0, ends[name].said
-        yield World(server, folder, ends)
+        yield server
     finally:
         server.close()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_kills_lose_nothing(name: str, world: World, tmp_path: Path) -> None:
-    case, end = CASES[name], world.ends[name]
-    random = np.random.Generator(np.random.PCG64(sorted(CASES).index(name)))
-    inputs(world.whole, tmp_path, case)
-    expected = contents(world.whole / case.out)
-    places = [Kill(operation=place) for place in range(len(end.operations))]
-    places += [Kill(operation=n, after=True) for n, what in enumerate(end.operations) if what.startswith("open ")]
-    kills = [places[number] for number in random.permutation(len(places))[: case.kills]]
-    # In the middle of a write, of small files and of large ones.
-    sizes = [path.stat().st_size for path in files_of(world.whole / case.out).values()]
-    kills += [Kill(size=int(random.integers(1, size))) for size in {min(sizes), max(sizes)} if case.kills > 2]
-    kills += [Kill(seconds=float(random.uniform(0, end.seconds))) for _ in range(2) if case.kills > 2]
-    fresh = True
-    waiting = [kills[number] for number in random.permutation(len(kills))]
+def test_kills_lose_nothing(server: Server, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """One test for all: the server, and what the commands leave when nothing kills them, are made once."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "text.txt").write_text(TEXT)
+    (whole / "model.json").write_text(json.dumps(DESCRIPTION))
+    (whole / "train.yaml").write_text(yaml.safe_dump(TRAINING))
+    (whole / "sweep.yaml").write_text(yaml.safe_dump(SWEEP))
+    random = np.random.Generator(np.random.PCG64(0))
+    for name, case in CASES.items():
+        end = server.run(case.words.split(), whole, patch=case.patch)
+        assert end.code == 0, end.said
+        with subtests.test(name):
+            folder = tmp_path / name
+            folder.mkdir()
+            inputs(whole, folder, case)
+            killed_again_and_again(server, case, end, folder, whole / case.out, random)
+
+
+def killed_again_and_again(
+    server: Server, case: Case, end: End, folder: Path, whole: Path, random: np.random.Generator
+) -> None:
+    expected, fresh = contents(whole), True
+    waiting = kills_of(case, end, whole, random)
     while waiting:
         kill = waiting.pop(0)
-        before = finished(tmp_path, case)
-        last = run(world.server, case, tmp_path, kill)
+        before = finished(folder, case)
+        last = run(server, case, folder, kill)
         assert last.code in (None, 0) or kill.size is not None, last.said
-        whole_so_far(tmp_path / case.out, world.whole / case.out)
-        assert before <= finished(tmp_path, case) or (tmp_path / case.out).exists()
+        whole_so_far(folder / case.out, whole)
+        assert before <= finished(folder, case) or (folder / case.out).exists()
         if last.code is not None and kill.operation is not None:
             # Less was left to do than the kill was meant for: it comes when all is.
             assert not fresh
@@ -154,8 +145,21 @@ def test_kills_lose_nothing(name: str, world: World, tmp_path: Path) -> None:
         # Some go on at once, some are killed again and again first.
         fresh = last.code == 0 or random.random() < 0.4
         if fresh:
-            ends_as_if_never_killed(world.server, case, tmp_path, expected)
-    ends_as_if_never_killed(world.server, case, tmp_path, expected)
+            ends_as_if_never_killed(server, case, folder, expected)
+    ends_as_if_never_killed(server, case, folder, expected)
+
+
+def kills_of(case: Case, end: End, whole: Path, random: np.random.Generator) -> list[Kill]:
+    """Return when a command is killed, in any order."""
+    places = [Kill(operation=place) for place in range(len(end.operations))]
+    places += [Kill(operation=n, after=True) for n, what in enumerate(end.operations) if what.startswith("open ")]
+    kills = [places[number] for number in random.permutation(len(places))[: case.kills]]
+    if case.kills > 2:
+        # In the middle of a write, of small files and of large ones.
+        sizes = [path.stat().st_size for path in files_of(whole).values()]
+        kills += [Kill(size=int(random.integers(1, size))) for size in sorted({min(sizes), max(sizes)})]
+        kills += [Kill(seconds=float(random.uniform(0, end.seconds))) for _ in range(2)]
+    return [kills[number] for number in random.permutation(len(kills))]
 
 
 def run(server: Server, case: Case, folder: Path, kill: Kill | None = None) -> End:
