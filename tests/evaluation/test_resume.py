@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import longrecall
 from longrecall import RecurrentLM
 from longrecall.errors import UserError
-from longrecall.evaluation import engine, evaluate, journal, read_result
+from longrecall.evaluation import engine, evaluate, evaluate_checkpoint, journal, read_result
+from longrecall.evaluation.recall import CellJob
 from tests.interrupter import Interrupter
 
 TEXT = "It was the best of times, it was the wörst of times. " * 60
@@ -159,3 +167,48 @@ def test_resume_refuses_another_model(model: RecurrentLM, tokenizer: Any, tmp_pa
         model.lm_head.weight.add_(1.0)
     with pytest.raises(UserError, match="fingerprint"):
         run(model, tokenizer, out=out, resume=True)
+
+
+@pytest.fixture
+def checkpoint(model: RecurrentLM, tokenizer: Any, tmp_path: Path) -> Path:
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_killed_process_goes_on(checkpoint: Path, tmp_path: Path) -> None:
+    """SIGKILL gives no chance to tidy up: what counts is what was on the disk."""
+    out, partial = tmp_path / "r.json", tmp_path / "r.json.partial"
+    words = [str(checkpoint), "--tasks", "copying", "--lengths", "900", "--samples", "150", "--out", str(out)]
+    command = [sys.executable, "-m", "longrecall.cli.main", "eval", *words, "--batch-tokens", "2k", "--device", "cpu"]
+    env = os.environ | {"PYTHONPATH": str(Path(longrecall.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and not (partial.exists() and partial.read_bytes().count(b"\n") > 3):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL and not out.exists()
+    before = partial.read_bytes().count(b"\n") - 1
+    assert 3 <= before < 150
+    samples: list[int] = []
+    original = CellJob.run
+
+    def counting(self: CellJob, indexes: list[int], advance: Any) -> Iterator[Any]:
+        samples.extend(indexes)
+        return original(self, indexes, advance)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CellJob, "run", counting)
+        result = evaluate_checkpoint(
+            checkpoint,
+            ["copying"],
+            [900],
+            150,
+            options={"copying": {"trained": None}},
+            out=out,
+            resume=True,
+            device="cpu",
+            progress=False,
+        )
+    assert len(samples) == 150 - before
+    assert [entry["count"] for entry in result["results"]] == [150, 150 * 900]
+    assert out.exists() and not partial.exists()
