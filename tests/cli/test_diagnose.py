@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -44,7 +45,8 @@ def test_tables_file_and_json(checkpoint: Path, text: str, tmp_path: Path, capsy
     )
     assert re.search(r"^layer 0  gla +\d+\.\d{3}", table, re.MULTILINE) and "layer 1" not in table
     assert re.search(r"^left out +effective remembrance", table, re.MULTILINE)
-    assert re.search(r"^128 +0\.000 +0\.000 \.\. 0\.\d{3} +5$", table, re.MULTILINE)
+    # Five keys do not settle it, so five more are asked.
+    assert re.search(r"^128 +0\.000 +0\.000 \.\. 0\.\d{3} +10$", table, re.MULTILINE)
     assert "maximum recall length above 0.5: none, 0.6: none" in table
     shares = [int(share) for share in re.findall(r"\((\d+)%\)", table.split("time: ")[1].splitlines()[0])]
     assert len(shares) == 4 and 98 <= sum(shares) <= 102  # four numbers rounded to whole percent
@@ -63,6 +65,23 @@ def test_tables_file_and_json(checkpoint: Path, text: str, tmp_path: Path, capsy
     again = json.loads(capsys.readouterr().out)
     for key in ("perplexity", "state", "remembrance", "recall", "verdict"):
         assert again[key] == result[key]
+
+
+def test_too_few_keys_are_said_to_be_too_few(
+    checkpoint: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    luck = itertools.cycle([True, False])
+    monkeypatch.setattr("longrecall.diagnostics.diagnosis.recalled_keys", lambda model, keys, *_: [next(luck)])
+    few = ["--parts", "recall", "--recall-doublings", "0", "--out", str(tmp_path / "few.json")]
+    words = ["diagnose", str(checkpoint), "--text", text, *QUICK, *few]
+    assert main(words) == 0
+    table = capsys.readouterr().out
+    assert "maximum recall length above 0.5: 128 (none to 256), 0.6: none (none to 256)" in table
+    line = "unsure: whether recall ends is not settled: at 128 tokens accuracy is 0.600 (95% interval 0.231 to 0.882, 5"
+    assert line in table and "--parts recall --recall-doublings 2" in table and "healthy" not in table
+    # A finished diagnosis that is resumed is shown again, nothing is read.
+    assert main([*words, "--resume"]) == 0 and capsys.readouterr().out == table
+    assert "cannot resume" in fails(capsys, *words[1:], "--resume", "--seed", "1")
 
 
 def test_chosen_parts_and_starts(checkpoint: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +127,8 @@ def test_a_diverging_checkpoint_is_a_finding(
         (["--training-length", "16"], "passkey: length 64 is too short"),
         (["--sequences", "0"], "sequences must be at least 1"),
         (["--recall-samples", "0"], "recall-samples must be at least 1"),
+        (["--recall-doublings", "-1"], "recall-doublings must be from 0 to 16, got -1"),
+        (["--resume"], "resume needs an output file (--out)"),
         (["--batch-tokens", "no"], "--batch-tokens: length 'no'"),
         (["--out", "/dev/null/out.json"], "cannot write /dev/null/out.json"),
         (["--dtype", "float31"], "float31"),

@@ -27,11 +27,12 @@ from longrecall.diagnostics import (
 from longrecall.diagnostics.effective_remembrance import default_starts, tokens_to_read, total_variation
 from longrecall.diagnostics.plan import Plan
 from longrecall.diagnostics.position_perplexity import position_edges
-from longrecall.diagnostics.recall_length import samples_at
+from longrecall.diagnostics.recall_length import samples_at, search_lengths
 from longrecall.diagnostics.state_statistics import log_positions
 from longrecall.diagnostics.streaming import segment_ends, text_windows
 from longrecall.errors import UserError
 from longrecall.evaluation.recall import run_cell
+from longrecall.evaluation.statistics import wilson_interval
 from longrecall.layers.mixers.registry import mixer_config
 from longrecall.tasks import Passkey, PieceEncoder
 from longrecall.tasks.encoding import IGNORE, Sample
@@ -204,11 +205,12 @@ def test_state_statistics_refuse_what_they_cannot_look_at() -> None:
 
 def test_recall_is_what_eval_measures(tokenizer: Any) -> None:
     model, task = load(ASSETS / "gla-base", dtype="float32"), Passkey()
-    result = recall_length(model, tokenizer, 1024, 512, samples=10, batch_tokens=700, segment_tokens=100)
+    result = recall_length(model, tokenizer, 1024, 512, samples=10, doublings=0, batch_tokens=700, segment_tokens=100)
     encode = PieceEncoder(tokenizer)
     for point in result["points"]:
         cells = task.cells([point["length"]])
-        entries = [run_cell(model, encode, task, cell, 2, 0, 4096, 512, lambda tokens: None) for cell in cells]
+        keys = point["count"] // len(cells)
+        entries = [run_cell(model, encode, task, cell, keys, 0, 4096, 512, lambda tokens: None) for cell in cells]
         assert point["value"] == pytest.approx(sum(entry["value"] for entry in entries) / len(entries), abs=EXACT)
     assert [point["length"] for point in result["points"]][:3] == [128, 256, 512]
     assert result["points"][0]["value"] == 1.0 and 0 < result["points"][-1]["value"] < 1
@@ -243,20 +245,82 @@ def test_the_shared_beginning_is_what_every_row_has_read(name: str) -> None:
     model = tiny_model(MIXERS[name], MIXERS["gla"])
     for wrong in (False, True):
         task: Any = Greedy(model, wrong)
-        result = recall_length(model, None, 40, 40, task=task, samples=4, batch_tokens=16, segment_tokens=5)
+        sizes = {"samples": 4, "doublings": 0, "batch_tokens": 16, "segment_tokens": 5}
+        result = recall_length(model, None, 40, 40, task=task, **sizes)
         assert {point["value"] for point in result["points"]} == {0.0 if wrong else 1.0}
         assert result["points"][-1]["count"] == 4
 
 
-def test_recall_stops_early_and_looks_between(tokenizer: Any) -> None:
+def test_recall_stops_where_it_is_surely_lost(tokenizer: Any) -> None:
     result = recall_length(Ring(256, 256), tokenizer, 4096, 256, samples=10)
-    points = {point["length"]: point["value"] for point in result["points"]}
-    # Past 256 tokens the ring reaches back to the needle at the last 2 of 5 depths only.
-    assert points == {128: 1.0, 256: 1.0, 384: 0.4, 512: 0.4}
+    points = {point["length"]: (point["value"], point["count"]) for point in result["points"]}
+    # Past 256 tokens the ring reaches back to the needle at the last 2 of 5 depths only, past 512 at the last one.
+    assert points == {128: (1.0, 10), 256: (1.0, 10), 512: (0.4, 80), 1024: (0.2, 20)}
     assert set(result["maximum"].values()) == {256}
+    assert result["maximum_intervals"]["0.5"] == [256, 512] and result["maximum_intervals"]["0.8"] == [None, 256]
     never = recall_length(Ring(256, 1), tokenizer, 4096, 256, samples=10)
-    assert [point["length"] for point in never["points"]] == [128]
+    assert [(point["length"], point["count"]) for point in never["points"]] == [(128, 10)]
     assert set(never["maximum"].values()) == {None}
+
+
+def asked_of(share: Any, *, lengths: Any, samples: int, doublings: int) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+    """A search over a model that recalls a share of the keys by length, evenly; and (length, keys) of what it asked."""
+    asked: list[tuple[int, int]] = []
+
+    def ask(cell: Any, indexes: range) -> list[bool]:
+        asked.append((cell["length"], len(indexes)))
+        want = share(cell["length"])
+        return [math.floor((index + 1) * want) > math.floor(index * want) for index in indexes]
+
+    return search_lengths(Passkey(depths=(0.5,)), lengths, samples, doublings, ask), asked
+
+
+def test_more_keys_are_asked_until_the_interval_settles_it() -> None:
+    lengths = [128, 256, 512, 1024, 2048]
+    shares = {128: 1.0, 256: 0.75, 512: 0.5, 1024: 0.375, 2048: 0.0}
+    result, asked = asked_of(shares.__getitem__, lengths=lengths, samples=16, doublings=3)
+    keys = {length: sum(n for at, n in asked if at == length) for length in lengths}
+    # Surely above with the first keys, with more, never settled, surely not above: the search ends there.
+    assert keys == {128: 16, 256: 32, 512: 128, 1024: 128, 2048: 0}
+    assert [length for length, _ in asked] == sorted(length for length, _ in asked)
+    assert result["maximum"]["0.5"] == 256 and result["maximum_intervals"]["0.5"] == [256, 512]
+    for point in result["points"]:
+        low, high = wilson_interval(point["value"] * point["count"], point["count"], 1 - 0.05 / 4)
+        assert (point["low"], point["high"], point["count"]) == (low, high, keys[point["length"]])
+    # Between two lengths that are settled the one half-way is tried.
+    halved, _ = asked_of(lambda length: float(length <= 256), lengths=lengths, samples=16, doublings=3)
+    assert [point["length"] for point in halved["points"]] == [128, 256, 384, 512]
+    once, _ = asked_of(shares.__getitem__, lengths=lengths, samples=16, doublings=0)
+    assert {point["count"] for point in once["points"]} == {16}
+    assert once["points"][0]["low"] == wilson_interval(16, 16)[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    share=st.floats(0, 1), samples=st.integers(1, 60), doublings=st.integers(0, 4), length=st.sampled_from([128, 8192])
+)
+def test_the_keys_of_a_length_are_bounded(share: float, samples: int, doublings: int, length: int) -> None:
+    result, _ = asked_of(lambda _: share, lengths=[length], samples=samples, doublings=doublings)
+    (point,) = result["points"]
+    first = samples_at(length, samples, 1)
+    assert point["count"] in [first << times for times in range(doublings + 1)]
+    settled = point["low"] > 0.5 or point["high"] <= 0.5
+    assert settled or point["count"] == first << doublings
+
+
+@pytest.mark.parametrize("share", [0.5, 0.51])
+def test_looking_often_does_not_make_it_wrong_more_often(share: float) -> None:
+    """A model on the threshold, or just above: whoever stops when it suits would be wrong at several of four looks."""
+    random = np.random.Generator(np.random.PCG64(0))
+    wrong = 0
+    for _ in range(400):
+        result = search_lengths(
+            Passkey(depths=(0.5,)), [128], 10, 3, lambda cell, indexes: list(random.random(len(indexes)) < share)
+        )
+        (point,) = result["points"]
+        wrong += not point["low"] <= share <= point["high"]
+    # 5% of 400, and three standard deviations of such a count.
+    assert wrong <= 20 + 3 * 4.4
 
 
 def test_maximum_lengths_need_every_shorter_length() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from longrecall import RecurrentLM, load
 from longrecall.cli.main import build_parser
-from longrecall.diagnostics import Thresholds, diagnose, read_diagnosis, verdict
+from longrecall.diagnostics import PARTS, Thresholds, diagnose, read_diagnosis, verdict
 from longrecall.diagnostics.verdict import fill
 from longrecall.errors import UserError
 from longrecall.models.byte_tokenizer import byte_tokenizer
@@ -42,27 +43,42 @@ def run(model: Any, tokenizer: Any, text: str, parts: str, **changes: Any) -> di
 
 
 @pytest.mark.parametrize(
-    ("rise", "words"),
+    ("low", "high", "name", "words"),
     [
-        (0.06, "the loss stays within 0.06 nats of its 64-token level"),
-        (0.004, "the loss stays at its 64-token level"),
-        (-0.05, "the loss stays at its 64-token level"),
+        (0.02, 0.06, "healthy", "perplexity: the loss stays within 0.06 nats of its 64-token level"),
+        (-0.01, 0.004, "healthy", "the loss stays at its 64-token level"),
+        (-0.09, -0.01, "healthy", "the loss stays at its 64-token level"),
+        (
+            0.12,
+            0.2,
+            "length",
+            "perplexity leaves its 64-token level at 64: the loss is 0.16 (95% interval 0.12 to 0.20)",
+        ),
+        (-0.9, 1.1, "unsure", "the loss is 0.10 (95% interval -0.90 to 1.10) nats per token above it"),
+        (None, None, "unsure", "is 0.60 (no interval from a single window) nats per token above it"),
     ],
 )
-def test_a_healthy_loss_is_told_without_negative_distances(rise: float, words: str) -> None:
+def test_the_loss_is_told_as_its_interval_has_it(low: float | None, high: float | None, name: str, words: str) -> None:
+    rise = 0.6 if low is None or high is None else (low + high) / 2
+    entry = {"start": 64, "end": 128, "loss": 3.0, "rise": rise, "rise_low": low, "rise_high": high, "count": 3}
     result = {
         "checkpoint": {"path": "ckpt", "parameters": 1, "surgery": []},
-        "settings": {"training_length": 64, "multiple": 2, "parts": ["perplexity"]},
-        "perplexity": [{"start": 64, "end": 128, "rise": rise, "rise_low": rise - 1, "rise_high": rise + 1}],
+        "settings": {"training_length": 64, "multiple": 2, "parts": ["perplexity"], "sequences": 8},
+        "perplexity": [entry],
     }
     (finding,) = verdict(result)
-    assert finding["finding"] == "healthy" and f"perplexity: {words}" in finding["text"]
+    assert finding["finding"] == name and words in finding["text"]
+    if name == "unsure":
+        # Three windows of eight: the text had no more.
+        assert "with a longer text" in finding["advice"] and "--text LONGER_TEXT" in finding["advice"]
+    check_advice(finding["advice"])
 
 
 def findings(result: dict[str, Any]) -> list[str]:
     return [finding["finding"] for finding in result["verdict"]]
 
 
+@functools.cache
 def check_advice(advice: str) -> None:
     """The commands of an advice are those that longrecall takes, down to the keys of the recipe."""
     found = re.findall(r"longrecall (?:train|expand|diagnose|eval) .*?(?=; or |$)", advice)
@@ -124,22 +140,18 @@ def test_first_tokens_that_rule_the_prediction(tokenizer: Any, held_out: str) ->
     assert finding["numbers"]["low"] > 0.25 and "first 128 of 256 tokens" in finding["text"]
 
 
+ENDS = (
+    "recall ends between 256 and 1024 tokens: accuracy is 1.000 (95% interval 0.616 to 1.000, 10 keys) at 256 and "
+    "0.200 (95% interval 0.064 to 0.479, 20 keys) at 1024 while the state is"
+)
+
+
 @pytest.mark.parametrize(
     ("slots", "keep", "text", "advice"),
     [
-        (
-            256,
-            256,
-            "recall ends at 256: accuracy is 0.40 at 384 (10 keys) while the state is full",
-            "longrecall expand",
-        ),
-        (
-            512,
-            256,
-            "recall ends at 256: accuracy is 0.40 at 384 (10 keys) while the state is not full",
-            "longer contexts",
-        ),
-        (256, 1, "no recall: at 128 tokens, the shortest pass key prompt, accuracy is 0.00 (10 keys)", "dense recall"),
+        (256, 256, f"{ENDS} full", "longrecall expand"),
+        (512, 256, f"{ENDS} not full", "longer contexts"),
+        (256, 1, "no recall: at 128 tokens, the shortest pass key prompt, accuracy is 0.000 (95% int", "dense recall"),
     ],
 )
 def test_recall_that_ends(slots: int, keep: int, text: str, advice: str, tokenizer: Any, held_out: str) -> None:
@@ -147,20 +159,21 @@ def test_recall_that_ends(slots: int, keep: int, text: str, advice: str, tokeniz
     assert findings(result) == ["recall"]
     assert result["verdict"][0]["text"].startswith(text) and advice in result["verdict"][0]["advice"]
     if keep > 1:
-        share, position = fill(result, 256) or (0.0, 0)
-        assert (share > 0.75) == (slots == keep) and position == 256
-        assert f"{100 * share:.0f}% of the directions" in result["verdict"][0]["text"]
-
-
-def test_recall_without_the_state_asks_for_it(tokenizer: Any, held_out: str) -> None:
-    result = run(Ring(256, 256), tokenizer, held_out, "recall")
-    assert "not measured" in result["verdict"][0]["text"] and "--parts state,recall" in result["verdict"][0]["advice"]
-
-
-def test_recall_that_ends_within_the_training_length_is_a_matter_of_training(tokenizer: Any, held_out: str) -> None:
-    result = run(Ring(512, 256, context_length=512), tokenizer, held_out, "state,recall", sequences=1)
-    assert result["verdict"][0]["numbers"]["maximum"] == 256
-    assert "dense recall within" in result["verdict"][0]["advice"]
+        filled = fill(result, 256)
+        assert filled is not None and (filled["low"] > 0.75) == (slots == keep) and filled["position"] == 256
+        assert f"{filled['value']:.0%} of the directions" in result["verdict"][0]["text"]
+        # Within the training length it is a matter of training.
+        (within,) = verdict(result | {"settings": result["settings"] | {"training_length": 1024}})
+        assert ("dense recall within" in within["advice"]) == (slots != keep)
+        # The same without the state, and with keys too few to say anything.
+        alone = result | {"state": {"positions": [], "layers": []}}
+        (finding,) = verdict(alone)
+        assert "whether the state is full was not measured" in finding["text"]
+        assert "--parts state,recall" in finding["advice"]
+        few = [point | {"low": 0.1, "high": 0.8} for point in result["recall"]["points"]]
+        open_end, healthy = verdict(result | {"recall": {"points": few}})
+        assert open_end["finding"] == "unsure" and open_end["text"].startswith("whether recall ends is not settled: at")
+        assert "--parts recall --recall-doublings 5" in open_end["advice"] and healthy["text"] == "healthy in state"
 
 
 @settings(max_examples=8, deadline=None)
@@ -211,9 +224,19 @@ def test_verdicts_are_a_function_of_the_result_and_of_the_thresholds(tokenizer: 
     assert [f["finding"] for f in verdict(result, strict)] == ["length", "remembrance", "state"]
 
 
-def test_one_window_has_no_intervals_and_still_a_verdict(tokenizer: Any, held_out: str) -> None:
-    result = run(base("gla-base"), tokenizer, held_out, "perplexity,remembrance", sequences=1, multiple=2)
-    assert result["perplexity"][0]["low"] is None and findings(result) == ["healthy"]
+def test_one_window_has_no_intervals_and_settles_nothing(tokenizer: Any, held_out: str) -> None:
+    result = run(base("gla-base"), tokenizer, held_out, "perplexity,state,remembrance", sequences=1, multiple=2)
+    assert result["perplexity"][0]["low"] is None and findings(result) == ["unsure"] * 3
+    assert [finding["numbers"]["part"] for finding in result["verdict"]] == ["perplexity", "remembrance", "state"]
+    for finding in result["verdict"]:
+        assert "no interval from a single window" in finding["text"] and "--sequences 4" in finding["advice"]
+
+
+def test_a_grid_without_early_starts_is_not_judged(tokenizer: Any, held_out: str) -> None:
+    result = run(tiny_model(MIXERS["gla"]), tokenizer, held_out, "remembrance", starts=[120])
+    assert result["verdict"] == []
+    result = run(tiny_model(MIXERS["gla"]), tokenizer, held_out, "state,remembrance", starts=[120])
+    assert result["verdict"][-1]["text"] == "healthy in state (not judged: remembrance)"
 
 
 def test_expand_is_advised_for_the_layers_that_fit(tokenizer: Any) -> None:
@@ -224,10 +247,11 @@ def test_expand_is_advised_for_the_layers_that_fit(tokenizer: Any) -> None:
         for index, name in enumerate(names)
     ]
     points = [{"length": n, "value": v, "low": v, "high": v, "count": 9} for n, v in ((128, 1.0), (256, 0.1))]
+    full = {"position": 1024, "value": 0.9, "low": 0.8, "high": 0.95, "count": 8}
     result: dict[str, Any] = {
         "checkpoint": {"path": "my model", "layers": 4},
         "settings": {"training_length": 64, "multiple": 16, "parts": ["state", "recall"], "text": "a.txt"},
-        "state": {"positions": [1024], "layers": layers},
+        "state": {"positions": [1024], "layers": layers, "fill": [full]},
         "recall": {"points": points, "maximum": {"0.5": 128}},
     }
     (finding,) = verdict(result)
@@ -260,7 +284,7 @@ def test_a_model_of_attention_alone_has_no_state_to_look_at(tokenizer: Any) -> N
     model, text = tiny_model(MIXERS["attention_window"]), "some text " * 60
     result = diagnose(model, tokenizer, text, multiple=4, sequences=2, progress=False, recall_samples=5)
     assert result["settings"]["parts"] == ["perplexity", "remembrance", "recall"]
-    assert result["state"] == {"positions": [], "layers": []}
+    assert result["state"] == {"positions": [], "fill": [], "layers": []}
     with pytest.raises(UserError, match="no recurrent layers"):
         run(model, tokenizer, text, "state")
 
@@ -278,3 +302,117 @@ def test_a_file_is_read_back_and_a_broken_one_refused(tokenizer: Any, tmp_path: 
         out.write_text(json.dumps(result | change))
         with pytest.raises(UserError, match=message):
             read_diagnosis(out)
+
+
+NUMBERS = st.floats(-1, 1).map(lambda number: round(number, 2))
+SHARES = st.floats(0, 1).map(lambda number: round(number, 2))
+
+
+@st.composite
+def intervals(draw: st.DrawFn, numbers: st.SearchStrategy[float]) -> dict[str, Any]:
+    """A value with its interval; sometimes, as from one window, without."""
+    low, value, high = sorted(draw(st.lists(numbers, min_size=3, max_size=3)))
+    return (
+        {"value": value, "low": low, "high": high}
+        if draw(st.integers(0, 9))
+        else dict.fromkeys(("low", "high"), None) | {"value": value}
+    )
+
+
+@st.composite
+def diagnoses(draw: st.DrawFn) -> dict[str, Any]:
+    """Any numbers that a diagnosis may come to, training length 64, multiple 8."""
+    parts = draw(st.lists(st.sampled_from(PARTS), unique=True, min_size=1))
+    result: dict[str, Any] = {"checkpoint": {"path": "ckpt", "layers": 2, "context_length": 64}}
+    result["settings"] = {"training_length": 64, "multiple": 8, "parts": parts, "text": "a", "sequences": 8}
+    if "perplexity" in parts:
+        result["perplexity"] = [
+            {"start": start, "end": 2 * start, "loss": 3.0, "count": 8, "rise": found["value"]}
+            | {"rise_low": found["low"], "rise_high": found["high"]}
+            for start in (64, 128, 256)
+            for found in [draw(intervals(NUMBERS))]
+        ]
+    if "remembrance" in parts:
+        points = [draw(intervals(SHARES)) | {"t": t, "count": 8} for t in (0, 64, 128, 200)]
+        result["remembrance"] = {"length": 256, "points": points}
+    if "recall" in parts:
+        lengths = draw(st.sets(st.sampled_from([128, 256, 384, 512]), min_size=1))
+        result["recall"] = {"points": [draw(intervals(SHARES)) | {"length": n, "count": 9} for n in sorted(lengths)]}
+    if "state" in parts:
+        layers = []
+        for layer in range(2):
+            grown = draw(intervals(st.floats(1, 9).map(lambda number: round(number, 1))))
+            growth = {name: [9.0, grown[name], 1.0] for name in grown}
+            layers.append({"layer": layer, "mixer": "gla", "growth": growth, "heads": []})
+        filled = [draw(intervals(SHARES)) | {"position": position, "count": 8} for position in (32, 64, 512)]
+        result["state"] = {"positions": [32, 64, 512], "layers": layers, "fill": filled}
+    return result
+
+
+def side(low: float | None, high: float | None, threshold: float) -> str:
+    if low is None or high is None:
+        return "open"
+    return "above" if low > threshold else "below" if high <= threshold else "open"
+
+
+@settings(max_examples=200, deadline=None)
+@given(result=diagnoses())
+def test_a_verdict_says_nothing_that_an_interval_does_not_support(result: dict[str, Any]) -> None:
+    """Independently of the rules' code: what each sentence claims, looked up in the intervals."""
+    found = {finding["finding"]: finding for finding in verdict(result)}
+    open_parts = {f["numbers"]["part"] for f in verdict(result) if f["finding"] == "unsure"}
+    rises = [(e["rise_low"], e["rise_high"]) for e in result.get("perplexity", [])]
+    half = next((p for p in result.get("remembrance", {"points": []})["points"] if p["t"] == 128), None)
+    recall = {p["length"]: side(p["low"], p["high"], 0.5) for p in result.get("recall", {"points": []})["points"]}
+    growth = [layer["growth"] for layer in result.get("state", {"layers": []})["layers"]]
+    grown = [side(g["low"][1], g["high"][1], 4.0) for g in growth]
+
+    if "length" in found:
+        start = found["length"]["numbers"]["position"]
+        place = [64, 128, 256].index(start)
+        assert all(side(*rise, 0.1) == "above" for rise in rises[place : place + 2])
+    if "remembrance" in found:
+        assert half is not None and side(half["low"], half["high"], 0.25) == "above"
+    if "state" in found:
+        layer = found["state"]["numbers"]["layer"]
+        assert grown[layer] == "above" and f"in layer {layer} grows" in found["state"]["text"]
+    if "recall" in found:
+        text = found["recall"]["text"]
+        if match := re.match(r"recall ends between (\d+) and (\d+) tokens", text):
+            held, lost = map(int, match.groups())
+            assert recall[lost] == "below" and all(recall[n] == "above" for n in recall if n <= held)
+        elif match := re.match(r"recall ends before (\d+) tokens", text):
+            assert recall[int(match[1])] == "below" and recall[min(recall)] == "open" and "does not settle" in text
+        else:
+            assert text.startswith("no recall") and recall[min(recall)] == "below"
+        if "while the state is" in text:
+            said = "below" if "is not full" in text else "above"
+            ends = [int(number) for number in re.findall(r"\d+", text.split(" tokens")[0])]
+            for end in ends:
+                filled = result["state"]["fill"][-1 if end > 64 else 1]
+                assert side(filled["low"], filled["high"], 0.75) == said
+    if "healthy" in found:
+        assert not found.keys() - {"healthy", "unsure"}
+        named = found["healthy"]["text"].removeprefix("healthy in ").split(":")[0].split(" (not")[0].split(", ")
+        assert not set(named) & open_parts
+        assert set(named) | open_parts == set(result["settings"]["parts"])
+        if "perplexity" in named:
+            assert not any(
+                all(high is None or high > 0.25 for _, high in rises[place : place + 2]) for place in range(3)
+            )
+            words = re.search(r"within (\d\.\d\d) nats", found["healthy"]["text"])
+            assert all(high is None or high <= (float(words[1]) if words else 0.0) for _, high in rises)
+        if "remembrance" in named:
+            assert half is not None and side(half["low"], half["high"], 0.25) == "below"
+        if "recall" in named:
+            assert set(recall.values()) == {"above"} and f"up to {max(recall)} tokens" in found["healthy"]["text"]
+        if "state" in named:
+            assert set(grown) == {"below"}
+    # And nothing that was measured is passed over in silence.
+    ill = {"length": "perplexity"}
+    spoken = {ill.get(name, name) for name in found} | open_parts
+    assert "healthy" in found or spoken - {"unsure"} <= set(result["settings"]["parts"])
+    for part in result["settings"]["parts"]:
+        assert part in spoken or "healthy" in found or spoken - {"unsure"} - open_parts
+    for finding in verdict(result):
+        check_advice(finding["advice"])

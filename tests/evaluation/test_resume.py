@@ -19,8 +19,9 @@ import torch
 import longrecall
 from longrecall import RecurrentLM
 from longrecall.errors import UserError
-from longrecall.evaluation import engine, evaluate, evaluate_checkpoint, read_result
+from longrecall.evaluation import engine, evaluate, evaluate_checkpoint, journal, read_result
 from longrecall.evaluation.recall import CellJob
+from tests.interrupter import Interrupter
 
 TEXT = "It was the best of times, it was the wörst of times. " * 60
 TASKS = ["phonebook", "passkey", "babilong", "bits_per_byte"]
@@ -48,26 +49,7 @@ def run(model: Any, tokenizer: Any, **changes: Any) -> dict[str, Any]:
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only things in a result that two equal runs do not share are times."""
     monkeypatch.setattr(engine, "now", lambda: "2026-01-01T00:00:00+00:00")
-    monkeypatch.setattr(engine.time, "perf_counter", lambda: 0.0)
-
-
-class Interrupter:
-    """Counts forward passes of a model and interrupts it before pass number `after`."""
-
-    def __init__(self, model: RecurrentLM, after: int) -> None:
-        self.passes, self._after = 0, after
-        self._hook = model.register_forward_pre_hook(self._count)
-
-    def _count(self, *_: Any) -> None:
-        if self.passes == self._after:
-            raise KeyboardInterrupt
-        self.passes += 1
-
-    def __enter__(self) -> Interrupter:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._hook.remove()
+    monkeypatch.setattr(journal.time, "perf_counter", lambda: 0.0)
 
 
 def journal_lines(path: Path) -> list[dict[str, Any]]:

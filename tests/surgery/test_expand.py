@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -297,31 +295,6 @@ def test_a_failure_half_way_leaves_the_old_output(base: Path, tmp_path: Path, mo
     with pytest.raises(RuntimeError, match="disk went away"):
         expand(base, tmp_path / "out", method="grow_state", layers="0", force=True)
     assert files_of(tmp_path) == before
-
-
-KILLED = """
-import os, signal, sys
-from longrecall.models.checkpoint import Checkpoint
-from longrecall.surgery import expand
-original = Checkpoint.read
-def read(checkpoint, name):
-    if name == "model.norm.weight":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(checkpoint, name)
-Checkpoint.read = read
-expand(sys.argv[1], sys.argv[2], method="grow_state", layers="0")
-"""
-
-
-def test_a_killed_run_leaves_no_checkpoint(base: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(base), str(tmp_path / "out")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    result = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
-    assert result.returncode == -9, result.stderr.decode()
-    assert not (tmp_path / "out").exists()
-    assert [path.parent.name for path in tmp_path.rglob("config.json")] == ["base"]
-    expand(base, tmp_path / "out", method="grow_state", layers="0")
-    assert isinstance(load(tmp_path / "out"), RecurrentLM)
 
 
 def test_summary_is_plain_data(base: Path, tmp_path: Path) -> None:

@@ -1,11 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,22 +92,6 @@ def test_an_interrupted_sweep_goes_on(
         patch.setattr(ModelRun, "_take", interrupted)  # would raise: nothing is trained any more
         assert main(["sweep", str(recipe), "--resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["done"] == 4
-
-
-@pytest.mark.slow
-def test_a_killed_sweep_goes_on(write: Write) -> None:
-    whole, recipe = write("whole"), write("killed")
-    sections = ["--set", "training.epochs=60"]
-    assert main(["sweep", str(whole), *sections]) == 0
-    command = [sys.executable, "-m", "longrecall.cli.main", "sweep", str(recipe), *sections]
-    child = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    journal = recipe.with_name("killed.json.partial")
-    while child.poll() is None and (not journal.exists() or len(journal.read_text().splitlines()) < 2):
-        time.sleep(0.02)
-    child.send_signal(signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL and journal.exists()
-    assert main(["sweep", str(recipe), *sections, "--resume"]) == 0
-    assert result(recipe)["rows"] == result(whole)["rows"]
 
 
 def test_shards_together_are_the_whole(write: Write, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,7 @@
-"""Runs that end early: kills, damaged checkpoints, NaN, full disks; and how they go on."""
+"""Runs that end early: damaged checkpoints, NaN, full disks; and how they go on. `tests.test_kills` kills them."""
 
 from __future__ import annotations
 
-import json
 import resource
 import shutil
 from collections.abc import Callable
@@ -22,30 +21,6 @@ from longrecall.training.run import run_recipe
 from tests.training.runs import Killed, equal, kill_after, train, weights
 
 MakeRecipe = Callable[..., Recipe]
-
-
-@pytest.mark.parametrize(
-    ("initial", "kills"), [("state_passing", {4: 2, 7: 2, 3: 0}), ("zero", {7: 2})], ids=["state_passing", "zero"]
-)
-def test_resume_after_a_kill_is_exact(
-    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, initial: str, kills: dict[int, int]
-) -> None:
-    """Four steps in one go, and killed before a micro-batch (-> resumed from): the same losses and weights."""
-    overrides = ["run.save_every=2", "run.steps=4", f"initial_state={{kind: {initial}}}"]
-    expected = train(make_recipe(*overrides, f"run.output={tmp_path / 'whole'}"))
-    for killed_at, resumed_from in kills.items():
-        recipe = make_recipe(*overrides, f"run.output={tmp_path / str(killed_at)}")
-        with monkeypatch.context() as patch:
-            kill_after(patch, killed_at)
-            with pytest.raises(Killed):
-                train(recipe)
-        assert not (Path(recipe.run.output) / "final").exists()
-        assert run_recipe(recipe, resume=True, show_progress=False).resumed_from == resumed_from
-        rows = [json.loads(line) for line in (Path(recipe.run.output) / "log.jsonl").read_text().splitlines()]
-        assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
-        assert [row["gradient_norm"] for row in rows] == [row["gradient_norm"] for row in expected]
-        for folder in ("final", "steps/step-00000004"):
-            assert equal(weights(Path(recipe.run.output) / folder), weights(tmp_path / "whole" / folder))
 
 
 def test_resume_between_log_lines_keeps_the_running_mean(

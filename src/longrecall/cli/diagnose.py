@@ -26,9 +26,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--sequences", type=int, default=8, metavar="S", help="windows of the text at most [%(default)s]")
     add("--parts", metavar="P,...", help="perplexity, state, remembrance, recall [all that fit the model]")
     add("--starts", metavar="T,...", help="remembrance: tokens to leave out, 0,128,1k [a grid of about 15]")
-    add("--recall-samples", type=int, default=40, metavar="N", help="pass keys per length at most [%(default)s]")
+    add("--recall-samples", type=int, default=40, metavar="N", help="first pass keys per length [%(default)s]")
+    add(
+        "--recall-doublings",
+        type=int,
+        default=3,
+        metavar="N",
+        help="ask as many pass keys again, N times at most, where it is not sure that half are recalled [%(default)s]",
+    )
     add("--seed", type=int, default=0, metavar="N", help="seed of pass keys and intervals [%(default)s]")
-    add("--out", metavar="FILE", help="write the result as JSON")
+    add("--out", metavar="FILE", help="write the result as JSON; what is finished is kept in FILE.partial meanwhile")
+    add("--resume", action="store_true", help="skip what an interrupted run with the same settings finished")
     add("--json", action="store_true", help="print the result as JSON instead of tables")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
@@ -43,30 +51,37 @@ def run(args: argparse.Namespace) -> int:
         "multiple": args.multiple,
         "sequences": args.sequences,
         "recall_samples": args.recall_samples,
+        "recall_doublings": args.recall_doublings,
         "seed": args.seed,
         "batch_tokens": _length(args.batch_tokens, "--batch-tokens"),
         "segment_tokens": _length(args.segment_tokens, "--segment-tokens"),
         "starts": None if args.starts is None else tuple(_starts(args.starts)),
+        "resume": args.resume,
     }
     training_length = None if args.training_length is None else _length(args.training_length, "--training-length")
     parts = None if args.parts is None else [part.strip() for part in args.parts.split(",")]
 
     from longrecall.diagnostics.diagnosis import diagnose_checkpoint
+    from longrecall.evaluation.parallel import torchrun_ranks
     from longrecall.files import check_no_input
     from longrecall.models.checkpoint import check_no_part
 
     check_no_input(args.out, [args.text])
     check_no_part(args.out, args.checkpoint)
-    result = diagnose_checkpoint(
-        args.checkpoint,
-        args.text,
-        training_length=training_length,
-        parts=parts,
-        dtype=args.dtype,
-        device=args.device,
-        out=args.out,
-        **settings,
-    )
+    with torchrun_ranks() as ranks:
+        result = diagnose_checkpoint(
+            args.checkpoint,
+            args.text,
+            training_length=training_length,
+            parts=parts,
+            dtype=args.dtype,
+            device=args.device,
+            out=args.out,
+            ranks=ranks,
+            **settings,
+        )
+    if not ranks.first:
+        return 0
     print(json.dumps(result, indent=1) if args.json else as_text(result))
     if args.out is not None:
         print(f"written to {args.out}", file=sys.stderr)
@@ -91,7 +106,7 @@ def as_text(result: dict[str, Any]) -> str:
         _state_table(result),
         _points_table("left out", "t", result["remembrance"]["points"], "effective remembrance"),
         _points_table("length", "length", result["recall"]["points"], "pass keys recalled"),
-        _recall_line(result["recall"]["maximum"]),
+        _recall_line(result["recall"]),
         _times(result["timing"]),
         _verdict_lines(result["verdict"]),
     ]
@@ -156,10 +171,17 @@ def _points_table(name: str, key: str, points: list[dict[str, Any]], title: str)
     return _table(rows, left=1)
 
 
-def _recall_line(maximum: dict[str, int | None]) -> list[str]:
-    if not maximum:
+def _recall_line(recall: dict[str, Any]) -> list[str]:
+    if not recall["maximum"]:
         return []
-    parts = (f"{name}: {'none' if length is None else format_length(length)}" for name, length in maximum.items())
+
+    def words(length: int | None) -> str:
+        return "none" if length is None else format_length(length)
+
+    parts = []
+    for name, length in recall["maximum"].items():
+        low, high = recall["maximum_intervals"][name]
+        parts.append(f"{name}: {words(length)}" + ("" if low == high else f" ({words(low)} to {words(high)})"))
     return ["maximum recall length above " + ", ".join(parts)]
 
 

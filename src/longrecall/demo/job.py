@@ -120,10 +120,14 @@ def _prepare(out: Path, force: bool) -> None:
             raise UserError(f"{out} is not empty and no demo wrote it; choose another --out or give --force")
         check_replaceable(out)
     try:
-        if out.is_dir():
-            shutil.rmtree(out)
         out.mkdir(parents=True, exist_ok=True)
+        # First the marker, then the rest goes: a kill in between must not leave a folder that no demo wrote.
         write_json(out / MARKER, {"unfinished": True})
+        for entry in out.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name != MARKER:
+                entry.unlink()
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}; choose another --out") from error
 

@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from longrecall import surgery  # noqa: F401 (importing it registers the methods)
+from longrecall.diagnostics.plan import MOST_DOUBLINGS
 from longrecall.layers.descriptions.retrieval import RetrievalConfig
 from longrecall.surgery.registry import ANY_MIXER, METHODS
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What the commands need: paths, lengths in tokens, (layer, mixer) of every recurrent layer, how many layers."""
+    """What the commands need: paths, lengths in tokens, (layer, mixer) of every recurrent layer, how many layers.
+
+    `context_length`: the training length that the checkpoint itself states; `sequences`, `doublings`: how many windows
+    were asked for, and how often the pass keys of a length might be doubled.
+    """
 
     checkpoint: str
     text: str
@@ -22,6 +27,9 @@ class Advice:
     longest: int
     mixers: tuple[tuple[int, str], ...]
     layer_count: int | None
+    context_length: int | None
+    sequences: int
+    doublings: int
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> Advice:
@@ -35,6 +43,9 @@ class Advice:
             int(settings["training_length"]) * int(settings["multiple"]),
             tuple((int(layer["layer"]), str(layer["mixer"])) for layer in layers),
             result["checkpoint"].get("layers"),
+            result["checkpoint"].get("context_length"),
+            int(settings.get("sequences", 1)),
+            int(settings.get("recall_doublings", 0)),
         )
 
     def _train(self, *overrides: str) -> str:
@@ -53,7 +64,7 @@ class Advice:
             norm = "initial_state.clip_norm=100"
             command = self._train(f"data.context_length={self.training_length}", norm, "run.output=trained/")
             return f"post-train with state passing and a limit on the passed state's norm: {command}"
-        again = f"longrecall diagnose {self.checkpoint} --text {self.text} --dtype float32"
+        again = self._diagnose("--dtype float32")
         return f"see whether higher precision helps, and if it does not, mend the weights first: {again}"
 
     def learn_recall(self) -> str:
@@ -68,8 +79,41 @@ class Advice:
 
     def measure_state(self) -> str:
         """For recall that ends where the state was not looked at."""
-        command = f"longrecall diagnose {self.checkpoint} --text {self.text} --parts state,recall"
+        command = self._diagnose("--parts state,recall")
         return f"look at the state too, which tells whether to expand or to train: {command}"
+
+    def more_windows(self, part: str, windows: int | None) -> str:
+        """For intervals over `windows` windows of the text (None: unknown) that do not settle what `part` asks."""
+        return f"{self._longer(windows)}read more windows: {self._again(part, windows)}"
+
+    def more_keys(self) -> str:
+        """For pass keys that do not settle whether recall ends."""
+        return f"ask more pass keys: {self._again('recall', None)}"
+
+    def full_or_not(self, windows: int) -> str:
+        """For recall that ends where it is open whether the state is full."""
+        more = f"{self._longer(windows)}read more windows and ask more pass keys"
+        return f"{more}, which tells whether to expand or to train: {self._again('state,recall', windows)}"
+
+    def _longer(self, windows: int | None) -> str:
+        # Fewer windows than were asked for: the text had no more.
+        short = windows is not None and windows < self.sequences
+        return "with a longer text, or a smaller --multiple, " if short else ""
+
+    def _again(self, parts: str, windows: int | None) -> str:
+        short = windows is not None and windows < self.sequences
+        command = self._diagnose(f"--parts {parts}", "LONGER_TEXT" if short else self.text)
+        if windows is not None:
+            command += f" --sequences {max(2, self.sequences) if short else 4 * self.sequences}"
+        doublings = min(self.doublings + 2, MOST_DOUBLINGS)
+        return command + (f" --recall-doublings {doublings}" if "recall" in parts else "")
+
+    def _diagnose(self, words: str, text: str | None = None) -> str:
+        """Return the command for another diagnosis, as far as this one was."""
+        lengths = f" --multiple {self.longest // self.training_length}"
+        if self.training_length != self.context_length:
+            lengths = f" --training-length {self.training_length}{lengths}"
+        return f"longrecall diagnose {self.checkpoint} --text {text or self.text}{lengths} {words}"
 
     def expand(self) -> str:
         """For recall that ends in a full state: the method that fits the most layers, and retrieval."""

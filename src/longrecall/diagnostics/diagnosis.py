@@ -2,75 +2,54 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import hashlib
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tqdm import tqdm
 
-from longrecall.diagnostics import effective_remembrance as remembrance_part
-from longrecall.diagnostics import recall_length as recall_part
 from longrecall.diagnostics.divergence import DivergenceWatch
-from longrecall.diagnostics.plan import PARTS, Plan, check_parts, make_plan
+from longrecall.diagnostics.effective_remembrance import (
+    check_starts,
+    default_starts,
+    prediction_changes,
+    remembrance_entries,
+    tokens_to_read,
+)
+from longrecall.diagnostics.plan import Plan, check_parts, make_plan
 from longrecall.diagnostics.position_perplexity import PositionLosses, position_edges
+from longrecall.diagnostics.recall_length import (
+    DOUBLINGS,
+    key_groups,
+    recall_lengths,
+    recalled_keys,
+    samples_at,
+    search_lengths,
+    tokens_of,
+)
+from longrecall.diagnostics.records import joined, to_plain
+from longrecall.diagnostics.results import DIAGNOSIS
 from longrecall.diagnostics.state_statistics import StateStatistics, has_recurrent_state, log_positions
-from longrecall.diagnostics.streaming import Observer, Segment, read, segment_size, text_windows
+from longrecall.diagnostics.streaming import Observer, read, segment_size, text_windows, windows_at_once
 from longrecall.diagnostics.verdict import verdict
+from longrecall.diagnostics.work import Clock, Timed, Work
 from longrecall.evaluation.engine import describe_model
+from longrecall.evaluation.journal import Journal
+from longrecall.evaluation.parallel import Ranks
 from longrecall.evaluation.results import SCHEMA, environment, now
-from longrecall.files import check_writable, write_json
+from longrecall.files import check_writable
 from longrecall.models.checkpoint import open_checkpoint
 from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.loading import load, preferred_device
-from longrecall.tasks.encoding import PieceEncoder
+from longrecall.tasks.encoding import Cell, PieceEncoder
 from longrecall.tasks.passkey import Passkey
 from longrecall.tasks.text import read_text
 from longrecall.version import __version__
-
-
-class _Clock:
-    """Seconds and CPU seconds of each part."""
-
-    def __init__(self) -> None:
-        self.times = {part: [0.0, 0.0] for part in PARTS}
-
-    @contextmanager
-    def run(self, part: str) -> Iterator[None]:
-        wall, cpu = time.perf_counter(), time.process_time()
-        try:
-            yield
-        finally:
-            self.times[part][0] += time.perf_counter() - wall
-            self.times[part][1] += time.process_time() - cpu
-
-    def entries(self, parts: Sequence[str]) -> dict[str, dict[str, float]]:
-        names = ("seconds", "cpu_seconds")
-        return {part: dict(zip(names, (round(t, 3) for t in self.times[part]), strict=True)) for part in parts}
-
-
-class _Timed:
-    """An observer whose time counts as another part's: what the statistics of the state cost beside the reading."""
-
-    def __init__(self, observer: Observer, clock: _Clock, part: str, paid_by: str) -> None:
-        self._observer, self._clock, self._part, self._paid_by = observer, clock, part, paid_by
-
-    def stops(self) -> Sequence[int]:
-        return self._observer.stops()
-
-    def see(self, segment: Segment) -> None:
-        before = list(self._clock.times[self._part])
-        with self._clock.run(self._part):
-            self._observer.see(segment)
-        if self._paid_by != self._part:
-            paid = self._clock.times[self._paid_by]
-            for index, (new, old) in enumerate(zip(self._clock.times[self._part], before, strict=True)):
-                paid[index] -= new - old
 
 
 def diagnose(
@@ -85,12 +64,15 @@ def diagnose(
     seed: int = 0,
     starts: Sequence[int] | None = None,
     recall_samples: int = 40,
+    recall_doublings: int = DOUBLINGS,
     batch_tokens: int = 2048,
     segment_tokens: int = 256,
     text_name: str = "",
     checkpoint: dict[str, Any] | None = None,
     out: str | Path | None = None,
+    resume: bool = False,
     progress: bool = True,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Look at what `model` does past its training length and return a result as docs/diagnostics.md describes it.
 
@@ -104,20 +86,24 @@ def diagnose(
         parts: of `PARTS`; None = all that the model has something for.
         seed: of pass keys and bootstraps.
         starts: the grid of t of effective remembrance; None = `default_starts`.
-        recall_samples: pass keys per length at most.
+        recall_samples: pass keys per length at first, at most.
+        recall_doublings: how often as many pass keys again are asked, at most, where it is not sure that half are
+            recalled, or that they are not.
         batch_tokens: tokens that one forward pass reads at most (never less than one column of all rows).
         segment_tokens: columns read at once at most; memory does not grow with the length.
         text_name: recorded in the settings.
         checkpoint: recorded as "checkpoint"; made from the model when None.
-        out: result file.
+        out: result file. While it is not complete, what is finished is kept in ``<out>.partial``.
+        resume: skip what an earlier run with the same model, text and settings finished.
         progress: show a bar with the time left on stderr, where that is a terminal.
+        ranks: this process among several that call this with the same arguments (`torchrun_ranks`); each reads its
+            share, all return the whole result, the first one writes it.
 
     Raises:
-        UserError: bad settings, a text that is too short, no training length, an unwritable `out`, or the part "state"
-            for a model without recurrent layers. NaN and infinity are findings, not errors.
+        UserError: bad settings, a text that is too short, no training length, an unwritable `out`, a journal of
+            another model, text or settings, or the part "state" for a model without recurrent layers. NaN and infinity
+            are findings, not errors.
     """
-    if out is not None:
-        check_writable(out)
     plan = make_plan(
         model.config.context_length if training_length is None else training_length,
         multiple=multiple,
@@ -126,18 +112,26 @@ def diagnose(
         parts=None if parts is None else tuple(parts),
         starts=None if starts is None else tuple(starts),
         recall_samples=recall_samples,
+        recall_doublings=recall_doublings,
         batch_tokens=batch_tokens,
         segment_tokens=segment_tokens,
         recurrent=has_recurrent_state(model),
     )
-    run = _Run(model, tokenizer, plan)
+    about = checkpoint if checkpoint is not None else describe_model(model)
+    settings = _settings(plan, model, text, text_name)
+    ranks = ranks or Ranks()
+    journal = Journal(out, settings, about.get("fingerprint"), resume, ranks, DIAGNOSIS)
+    if journal.complete is not None:
+        return journal.complete
+    run = _Run(model, tokenizer, text, plan)
     training = bool(model.training)
     model.eval()
+    journal.start()
     try:
-        sections = run.all(text, progress)
+        sections = run.all(journal, ranks, progress)
     finally:
+        journal.close()
         model.train(training)
-    about = checkpoint if checkpoint is not None else describe_model(model)
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "kind": "diagnosis",
@@ -145,12 +139,11 @@ def diagnose(
         "longrecall": __version__,
         "environment": environment(str(model.device)),
         "checkpoint": about | {"layers": len(model.config.layers)},
-        "settings": {"text": text_name, **_settings(plan, model)},
+        "settings": settings,
         **sections,
     }
     result["verdict"] = verdict(result)
-    if out is not None:
-        write_json(out, result)
+    journal.finish(result)
     return result
 
 
@@ -163,12 +156,14 @@ def diagnose_checkpoint(
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
     out: str | Path | None = None,
+    ranks: Ranks | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Load the checkpoint at `path` (a folder or a hub id) and `diagnose` it on the UTF-8 file `text`.
 
-    `device` None means CUDA where there is one, else the CPU; `dtype` None means as stored. What can be checked without
-    the model is checked before it is loaded: `out`, parts, text, checkpoint, settings and tokenizer, in this order.
+    `device` None means CUDA where there is one (with several processes on a machine, one GPU each), else the CPU;
+    `dtype` None means as stored. What can be checked without the model is checked before it is loaded: `out`, parts,
+    text, checkpoint, settings and tokenizer, in this order.
     """
     if out is not None:
         check_writable(out)
@@ -178,9 +173,10 @@ def diagnose_checkpoint(
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
     length = config.context_length if training_length is None else training_length
-    asked = {name: value for name, value in settings.items() if name != "progress"}
+    asked = {name: value for name, value in settings.items() if name not in ("progress", "resume")}
     make_plan(length, parts=None if parts is None else tuple(parts), recurrent=config.state_size() > 0, **asked)
     tokenizer = load_tokenizer(checkpoint.path, config.vocab_size)
+    device = (ranks or Ranks()).device(device)
     model = load(path, dtype=dtype, device=preferred_device(device))
     return diagnose(
         model,
@@ -191,126 +187,155 @@ def diagnose_checkpoint(
         text_name=Path(text).name,
         checkpoint=describe_model(model, str(path), checkpoint.surgery),
         out=out,
+        ranks=ranks,
         **settings,
     )
 
 
-def _settings(plan: Plan, model: Any) -> dict[str, Any]:
+def _settings(plan: Plan, model: Any, text: str, text_name: str) -> dict[str, Any]:
+    """Return everything that decides the numbers, as plain JSON; the text as its name and hash."""
     fields = asdict(plan) | {"parts": list(plan.parts), "dtype": str(model.dtype).removeprefix("torch.")}
+    fields["starts"] = None if plan.starts is None else list(plan.starts)
+    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
     # How the work is cut into pieces does not decide the numbers.
-    return {key: value for key, value in fields.items() if key not in ("starts", "batch_tokens", "segment_tokens")}
+    kept = {key: value for key, value in fields.items() if key not in ("batch_tokens", "segment_tokens")}
+    return {"text": text_name, "text_sha256": digest, **kept}
+
+
+Step = Callable[[], dict[str, Any]]
+"""Does the work of some parts and returns their sections of the result."""
 
 
 class _Run:
-    """One diagnosis under way."""
+    """One diagnosis under way. A text that is too short, and impossible lengths, fail here, before anything runs."""
 
-    def __init__(self, model: Any, tokenizer: Any, plan: Plan) -> None:
-        self.model, self.tokenizer, self.plan = model, tokenizer, plan
-        self.clock = _Clock()
-        self.divergence: list[dict[str, Any]] = []
+    def __init__(self, model: Any, tokenizer: Any, text: str, plan: Plan) -> None:
+        self.model, self.plan = model, plan
+        self.task, self.encode = Passkey(), PieceEncoder(tokenizer)
+        self.ids, self.sizes = np.empty((0, 0), dtype=np.int64), None
+        if plan.text_length:
+            self.ids, self.sizes = text_windows(tokenizer, text, plan.text_length, plan.sequences)
+        if "recall" in plan.parts:
+            self.task.sample(self.encode, {"length": plan.length, "depth": 0.0}, 0, plan.seed)
 
-    def all(self, text: str, progress: bool) -> dict[str, Any]:
+    def all(self, journal: Journal, ranks: Ranks, progress: bool) -> dict[str, Any]:
         """Run every part and return the sections of the result."""
         plan = self.plan
         sections: dict[str, Any] = {
             "perplexity": [],
-            "state": {"positions": [], "layers": []},
+            "state": {"positions": [], "fill": [], "layers": []},
             "remembrance": {"length": plan.remembrance_length, "points": []},
-            "recall": {"points": [], "maximum": {}},
+            "recall": {"points": [], "maximum": {}, "maximum_intervals": {}},
         }
-        ids, sizes = np.empty((0, 0), dtype=np.int64), None
-        if plan.text_length:
-            ids, sizes = text_windows(self.tokenizer, text, plan.text_length, plan.sequences)
-        # Impossible lengths fail before anything runs.
-        total = self._tokens(len(ids))
-        shown = None if progress else True
-        with tqdm(total=total, unit="tok", unit_scale=True, desc="diagnose", disable=shown, leave=False) as bar:
+        silent = None if progress and ranks.first else True
+        with tqdm(total=0, unit="tok", unit_scale=True, desc="diagnose", disable=silent, leave=False) as bar:
+            work = Work(self.model, journal, ranks, bar)
+            # All say what they expect before the first one runs.
+            steps: dict[str, Step] = {}
             if {"perplexity", "state"} & set(plan.parts):
-                bar.set_description("perplexity and state")
-                sections |= self._read_text(ids, sizes, bar.update)
+                steps["perplexity and state"] = self._text(work)
             if "remembrance" in plan.parts:
-                bar.set_description("remembrance")
-                sections["remembrance"] = self._remembrance(ids[:, : plan.remembrance_length], bar.update)
+                steps["remembrance"] = self._remembrance(work)
             if "recall" in plan.parts:
-                bar.set_description("recall")
-                sections["recall"] = self._recall(bar.update)
-        return sections | {"divergence": self.divergence, "timing": self.clock.entries(plan.parts)}
+                steps["recall"] = self._recall(work)
+            for name, step in steps.items():
+                work.describe(name)
+                sections |= step()
+        return sections | {"divergence": work.divergence, "timing": work.clock.entries(plan.parts)}
 
-    def _tokens(self, rows: int) -> int:
-        plan = self.plan
-        total = rows * plan.length if {"perplexity", "state"} & set(plan.parts) else 0
-        if "remembrance" in plan.parts:
-            length = plan.remembrance_length
-            starts = plan.starts or remembrance_part.default_starts(length)
-            total += remembrance_part.tokens_to_read(rows, length, starts)
-        if "recall" in plan.parts:
-            task = Passkey()
-            encode = PieceEncoder(self.tokenizer)
-            task.sample(encode, {"length": plan.length, "depth": 0.0}, 0, plan.seed)
-            lengths = recall_part.recall_lengths(task, encode, plan.length, plan.training_length)
-            total += recall_part.tokens_to_read(lengths, plan.recall_samples, task.depths)
-        return total
+    def _windows(self, work: Work, key: str, tokens: int, copies: int) -> list[slice]:
+        """Return the groups of windows that are read together; `tokens` are read for each, into `copies` states."""
+        size = windows_at_once(self.model, tokens, copies)
+        groups = [slice(first, min(first + size, len(self.ids))) for first in range(0, len(self.ids), size)]
+        work.expect(key, {index: tokens * (group.stop - group.start) for index, group in enumerate(groups)})
+        return groups
 
-    @contextmanager
-    def _watched(self, part: str) -> Iterator[DivergenceWatch]:
-        """Time a part and record what its watch has found."""
-        watch = DivergenceWatch(self.model)
-        with self.clock.run(part):
-            yield watch
-        if watch.found is not None:
-            self.divergence.append({"part": part, **asdict(watch.found)})
-
-    def _read_text(
-        self, ids: NDArray[np.int64], sizes: NDArray[np.int64] | None, advance: Callable[[int], object]
-    ) -> dict[str, Any]:
+    def _text(self, work: Work) -> Step:
         """Read the windows once for the loss and the state."""
         plan = self.plan
         reader = "perplexity" if "perplexity" in plan.parts else "state"
         edges = position_edges(plan.training_length, plan.length)
-        losses = PositionLosses(edges, len(ids), sizes, plan.training_length)
-        statistics = StateStatistics(log_positions(plan.length, plan.training_length))
-        with self._watched(reader) as watch:
-            observers: list[Observer] = [watch]
+        positions = log_positions(plan.length, plan.training_length)
+        groups = self._windows(work, "text", plan.length, 1)
+
+        def one(index: int, watch: DivergenceWatch | None, clock: Clock) -> dict[str, Any]:
+            ids = self.ids[groups[index]]
+            sizes = None if self.sizes is None else self.sizes[groups[index]]
+            losses = PositionLosses(edges, len(ids), sizes, plan.training_length)
+            statistics = StateStatistics(positions)
+            observers: list[Observer] = [] if watch is None else [watch]
             if "perplexity" in plan.parts:
                 observers.append(losses)
             if "state" in plan.parts:
-                observers.append(_Timed(statistics, self.clock, "state", paid_by=reader))
+                observers.append(Timed(statistics, clock, "state", paid_by=reader))
             last_only = "perplexity" not in plan.parts
             columns = segment_size(len(ids), int(self.model.config.vocab_size), plan.batch_tokens, plan.segment_tokens)
-            read(self.model, ids, observers, columns, advance, last_only)
-        sections: dict[str, Any] = {}
-        if "perplexity" in plan.parts:
-            sections["perplexity"] = losses.entries(plan.seed)
-        if "state" in plan.parts:
-            sections["state"] = statistics.entries([layer["mixer"] for layer in self.model.config.layers])
-        return sections
+            read(self.model, ids, observers, columns, work.advance, last_only)
+            return {"perplexity": losses.record(), "state": statistics.record()}
 
-    def _remembrance(self, ids: NDArray[np.int64], advance: Callable[[int], object]) -> dict[str, Any]:
-        plan = self.plan
-        with self._watched("remembrance") as watch:
-            return remembrance_part.effective_remembrance(
-                self.model,
-                ids,
-                plan.starts,
-                batch_tokens=plan.batch_tokens,
-                segment_tokens=plan.segment_tokens,
-                seed=plan.seed,
-                advance=advance,
-                watch=watch,
+        def step() -> dict[str, Any]:
+            found = work.records(reader, "text", range(len(groups)), one)
+            sections: dict[str, Any] = {}
+            if "perplexity" in plan.parts:
+                losses = PositionLosses.joined(edges, [part["perplexity"] for part in found], plan.training_length)
+                sections["perplexity"] = losses.entries(plan.seed)
+            if "state" in plan.parts:
+                statistics = StateStatistics.joined(positions, [part["state"] for part in found])
+                mixers = [layer["mixer"] for layer in self.model.config.layers]
+                sections["state"] = statistics.entries(mixers, plan.seed)
+            return sections
+
+        return step
+
+    def _remembrance(self, work: Work) -> Step:
+        plan, length = self.plan, self.plan.remembrance_length
+        grid = check_starts(default_starts(length) if plan.starts is None else plan.starts, length)
+        groups = self._windows(work, "remembrance", tokens_to_read(1, length, grid), len(grid) + 1)
+
+        def one(index: int, watch: DivergenceWatch | None, clock: Clock) -> Any:
+            ids = self.ids[groups[index], :length]
+            return to_plain(
+                prediction_changes(self.model, ids, grid, plan.batch_tokens, plan.segment_tokens, work.advance, watch)
             )
 
-    def _recall(self, advance: Callable[[int], object]) -> dict[str, Any]:
-        plan = self.plan
-        with self._watched("recall") as watch:
-            return recall_part.recall_length(
-                self.model,
-                self.tokenizer,
-                plan.length,
-                plan.training_length,
-                samples=plan.recall_samples,
-                seed=plan.seed,
-                batch_tokens=plan.batch_tokens,
-                segment_tokens=plan.segment_tokens,
-                advance=advance,
-                watch=watch,
-            )
+        def step() -> dict[str, Any]:
+            changes = joined(work.records("remembrance", "remembrance", range(len(groups)), one), axis=1)
+            return {"remembrance": remembrance_entries(length, grid, changes, plan.seed)}
+
+        return step
+
+    def _recall(self, work: Work) -> Step:
+        plan, task = self.plan, self.task
+        lengths = recall_lengths(task, self.encode, plan.length, plan.training_length)
+
+        def groups_of(cell: Cell, indexes: range, expect: bool) -> dict[int, range]:
+            """Return the groups by their first key."""
+            groups = {group[0]: group for group in key_groups(self.model, indexes)}
+            if expect:
+                tokens = {first: tokens_of(cell, len(group)) for first, group in groups.items()}
+                work.expect(_key(cell), tokens)
+            return groups
+
+        for cell in task.cells(lengths):
+            groups_of(cell, range(samples_at(int(cell["length"]), plan.recall_samples, len(task.depths))), expect=True)
+
+        def ask(cell: Cell, indexes: range) -> list[bool]:
+            # The first keys of the lengths in the plan are on the bar already.
+            more = indexes.start > 0 or cell["length"] not in lengths
+            groups = groups_of(cell, indexes, expect=more)
+
+            def one(index: int, watch: DivergenceWatch | None, clock: Clock) -> list[bool]:
+                keys = [task.sample(self.encode, cell, key, plan.seed) for key in groups[index]]
+                return recalled_keys(self.model, keys, plan.batch_tokens, plan.segment_tokens, work.advance, watch)
+
+            return [key for group in work.records("recall", _key(cell), list(groups), one) for key in group]
+
+        def step() -> dict[str, Any]:
+            return {"recall": search_lengths(task, lengths, plan.recall_samples, plan.recall_doublings, ask)}
+
+        return step
+
+
+def _key(cell: Cell) -> str:
+    """Return the name of a cell in the journal."""
+    return f"recall {json.dumps(cell, sort_keys=True, separators=(',', ':'))}"

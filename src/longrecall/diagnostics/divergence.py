@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,15 @@ class Divergence:
     layer: int | None
     place: str
     sequences: int
+
+
+def first_of(found: Sequence[Divergence]) -> Divergence | None:
+    """Return the earliest of several readings' divergences, with the sequences of all that have the same one."""
+    if not found:
+        return None
+    first = min(found, key=lambda item: item.position)
+    same = [item for item in found if replace(item, sequences=0) == replace(first, sequences=0)]
+    return replace(first, sequences=sum(item.sequences for item in same))
 
 
 class DivergenceWatch:

@@ -86,13 +86,31 @@ def effective_remembrance(
     length = ids.shape[1]
     grid = check_starts(default_starts(length) if starts is None else starts, length)
     group = rows_at_once(model, copies=len(grid) + 1)
-    parts: list[NDArray[np.float64]] = []
-    for first in range(0, len(ids), group):
-        block = ids[first : first + group]
-        whole, *cut = _last_logits(model, block, grid, batch_tokens, segment_tokens, advance, watch)
-        parts.append(np.stack([total_variation(whole, logits).cpu().numpy() for logits in cut]))
+    changes = [
+        prediction_changes(model, ids[first : first + group], grid, batch_tokens, segment_tokens, advance, watch)
+        for first in range(0, len(ids), group)
+    ]
+    return remembrance_entries(length, grid, np.concatenate(changes, axis=1), seed)
+
+
+def prediction_changes(
+    model: Any,
+    ids: NDArray[np.int64],
+    grid: list[int],
+    batch_tokens: int,
+    segment_tokens: int,
+    advance: Callable[[int], object],
+    watch: DivergenceWatch | None,
+) -> NDArray[np.float64]:
+    """Return the total variation at each t of `grid` (ascending) for each sequence of `ids`: float64 [t, sequences]."""
+    whole, *cut = _last_logits(model, ids, grid, batch_tokens, segment_tokens, advance, watch)
+    return np.stack([total_variation(whole, logits).cpu().numpy() for logits in cut])
+
+
+def remembrance_entries(length: int, grid: Sequence[int], changes: NDArray[np.float64], seed: int) -> dict[str, Any]:
+    """Return what `effective_remembrance` returns, from the changes of all sequences, float64 [t, sequences]."""
     points = []
-    for t, values in zip(grid, np.concatenate(parts, axis=1), strict=True):
+    for t, values in zip(grid, changes, strict=True):
         finite = bool(np.isfinite(values).all())
         interval = bootstrap_mean_interval(values, seed=seed) if finite else None
         low, high = interval or (None, None)

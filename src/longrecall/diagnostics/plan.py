@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from longrecall.diagnostics.effective_remembrance import check_starts
+from longrecall.diagnostics.recall_length import DOUBLINGS
 from longrecall.errors import UserError, did_you_mean
 
 PARTS = ("perplexity", "state", "remembrance", "recall")
 
 REMEMBRANCE_MULTIPLE = 4
 """Effective remembrance is taken at 4 times the training length, as in its source."""
+
+MOST_DOUBLINGS = 16
+"""65536 times the first keys tell 0.5 from 0.499; more is a slip of the finger."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Plan:
     parts: tuple[str, ...] = PARTS
     starts: tuple[int, ...] | None = None
     recall_samples: int = 40
+    recall_doublings: int = DOUBLINGS
     batch_tokens: int = 2048
     segment_tokens: int = 256
 
@@ -38,6 +43,8 @@ class Plan:
         for name in ("sequences", "recall_samples", "batch_tokens", "segment_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.recall_doublings <= MOST_DOUBLINGS:
+            raise UserError(f"recall-doublings must be from 0 to {MOST_DOUBLINGS}, got {self.recall_doublings}")
         check_parts(self.parts)
         if self.starts is not None:
             check_starts(self.starts, self.remembrance_length)

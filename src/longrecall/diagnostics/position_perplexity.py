@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
+from longrecall.diagnostics.records import joined, to_plain
 from longrecall.diagnostics.streaming import Segment, read
 from longrecall.evaluation.statistics import bootstrap_mean_interval
 
@@ -53,6 +54,19 @@ class PositionLosses:
         self.nats = np.zeros(shape)
         self.tokens = np.zeros(shape, dtype=np.int64)
         self.bytes = np.zeros(shape, dtype=np.int64)
+
+    @classmethod
+    def joined(cls, edges: Sequence[int], records: Sequence[Mapping[str, Any]], training_length: int) -> PositionLosses:
+        """Return the sums over the sequences of several readings, from what `record` returned of each."""
+        sums = {name: joined([record[name] for record in records], axis=1) for name in ("nats", "tokens", "bytes")}
+        losses = cls(edges, sums["nats"].shape[1], None, training_length)
+        losses.nats = sums["nats"]
+        losses.tokens, losses.bytes = (sums[name].astype(np.int64) for name in ("tokens", "bytes"))
+        return losses
+
+    def record(self) -> dict[str, Any]:
+        """Return the sums as plain JSON, [ranges][sequences]."""
+        return {"nats": to_plain(self.nats), "tokens": self.tokens.tolist(), "bytes": self.bytes.tolist()}
 
     def stops(self) -> Sequence[int]:
         """No state is looked at, so segments may end anywhere."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from longrecall.errors import UserError
+from longrecall.evaluation.journal import Kind
 from longrecall.evaluation.results import SCHEMA, read_json
 
 _SECTIONS: dict[str, type] = {
@@ -26,6 +27,10 @@ def read_diagnosis(path: str | Path) -> dict[str, Any]:
     data = read_json(path)
     check_diagnosis(data, str(path))
     return data
+
+
+DIAGNOSIS = Kind("diagnose", "partial diagnosis", read_diagnosis)
+"""What a journal of a diagnosis that is not finished calls itself."""
 
 
 def check_diagnosis(data: dict[str, Any], source: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from longrecall.diagnostics.records import joined, to_plain
 from longrecall.diagnostics.streaming import Segment, read, recurrent_tensors
 from longrecall.errors import UserError
+from longrecall.evaluation.statistics import bootstrap_mean_interval, bootstrap_ratio_interval
 
 STATISTICS = ("mean", "std", "norm", "effective_rank", "stable_rank")
 
@@ -86,12 +88,47 @@ def log_positions(length: int, training_length: int, first: int = 16) -> list[in
 
 
 class StateStatistics:
-    """Statistics of every head's state at chosen positions, averaged over sequences; no state is kept."""
+    """Statistics of every head's state at chosen positions, for every sequence; no state is kept."""
 
     def __init__(self, positions: Sequence[int]) -> None:
         self.positions = sorted(set(positions))
-        self._seen: dict[tuple[int, str], dict[int, dict[str, NDArray[np.float64]]]] = {}
+        self._seen: dict[tuple[int, str], dict[str, dict[int, NDArray[np.float64]]]] = {}
+        """(layer, path) -> statistic -> position -> float64 [sequences, heads]."""
         self._sizes: dict[tuple[int, str], tuple[int, int]] = {}
+
+    @classmethod
+    def joined(cls, positions: Sequence[int], records: Sequence[Mapping[str, Any]]) -> StateStatistics:
+        """Return the statistics of the sequences of several readings, from what `record` returned of each."""
+        statistics = cls(positions)
+        for layers in zip(*(record["layers"] for record in records), strict=True):
+            place = (int(layers[0]["layer"]), str(layers[0]["path"]))
+            keys, values = layers[0]["sizes"]
+            statistics._sizes[place] = (int(keys), int(values))
+            statistics._seen[place] = {
+                name: {
+                    int(position): joined([layer["values"][name][position] for layer in layers], axis=0)
+                    for position in layers[0]["values"][name]
+                }
+                for name in STATISTICS
+            }
+        return statistics
+
+    def record(self) -> dict[str, Any]:
+        """Return the statistics as plain JSON."""
+        return {
+            "layers": [
+                {
+                    "layer": layer,
+                    "path": path,
+                    "sizes": list(self._sizes[layer, path]),
+                    "values": {
+                        name: {str(position): to_plain(values) for position, values in at.items()}
+                        for name, at in seen.items()
+                    },
+                }
+                for (layer, path), seen in sorted(self._seen.items())
+            ]
+        }
 
     def stops(self) -> Sequence[int]:
         """The positions: the state there is the state at the end of a segment."""
@@ -103,44 +140,90 @@ class StateStatistics:
             return
         for layer, path, state in recurrent_tensors(segment.state.layers):
             self._sizes[layer, path] = (int(state.shape[-2]), int(state.shape[-1]))
-            self._seen.setdefault((layer, path), {})[segment.end] = _statistics(state)
+            seen = self._seen.setdefault((layer, path), {name: {} for name in STATISTICS})
+            for name, values in _statistics(state).items():
+                seen[name][segment.end] = values
 
-    def entries(self, mixers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def entries(self, mixers: Sequence[dict[str, Any]], seed: int = 0) -> dict[str, Any]:
         """Return what `state_statistics` returns; `mixers`: the description of every layer's mixer."""
         layers = []
-        for (layer, path), by_position in sorted(self._seen.items()):
+        for (layer, path), seen in sorted(self._seen.items()):
             description = mixers[layer]
             for part in path.split(".") if path else ():
                 description = description[part]
             keys, values = self._sizes[layer, path]
-            heads = len(next(iter(by_position.values()))["mean"])
-            positions = [position for position in self.positions if position in by_position]
+            heads = next(iter(seen["norm"].values())).shape[1]
+            means = {name: [at[position].mean(axis=0) for position in sorted(at)] for name, at in seen.items()}
             layers.append(
                 {
                     "layer": layer,
                     "mixer": description["type"] + (f" ({path})" if path else ""),
                     "key_dim": keys,
                     "value_dim": values,
+                    "growth": _growth(seen["norm"], seed),
                     "heads": [
-                        {name: [_number(by_position[p][name][head]) for p in positions] for name in STATISTICS}
+                        {name: [_number(at[head]) for at in means[name]] for name in STATISTICS}
                         for head in range(heads)
                     ],
                 }
             )
-        return {"positions": self.positions if layers else [], "layers": layers}
+        return {"positions": self.positions if layers else [], "fill": self._fill(seed), "layers": layers}
+
+    def _fill(self, seed: int) -> list[dict[str, Any]]:
+        """Return how full the state is at every position: the median over heads of effective rank / min(K, V).
+
+        Heads whose state has a single row or column are left out: their rank is 1 whatever they hold. Nothing where no
+        head is left.
+        """
+        ceilings = {place: min(sizes) for place, sizes in self._sizes.items() if min(sizes) > 1}
+        entries: list[dict[str, Any]] = []
+        for position in self.positions if ceilings else ():
+            shares = np.concatenate(
+                [self._seen[place]["effective_rank"][position] / ceiling for place, ceiling in ceilings.items()], axis=1
+            )
+            # What has diverged has no rank; the heads that have not say what there is to say.
+            finite = np.isfinite(shares)
+            known = shares[finite.any(axis=1)]
+            entry: dict[str, Any] = {"position": position, "value": None, "low": None, "high": None}
+            entry["count"] = len(known)
+            if len(known):
+                middle = np.nanmedian(np.where(np.isfinite(known), known, np.nan), axis=1)
+                entry["value"] = float(middle.mean())
+                entry["low"], entry["high"] = bootstrap_mean_interval(middle, seed=seed) or (None, None)
+            entries.append(entry)
+        return entries
+
+
+def _growth(norms: Mapping[int, NDArray[np.float64]], seed: int) -> dict[str, list[float | None]]:
+    """Return the norm of a layer's state at the end over that at each position, with its interval over sequences.
+
+    `norms`: position -> float64 [sequences, heads]; the norm of a layer is the sum over heads. None where a number is
+    not finite or the state is zero.
+    """
+    last = norms[max(norms)].sum(axis=1)
+    growth: dict[str, list[float | None]] = {"value": [], "low": [], "high": []}
+    for position in sorted(norms):
+        here = norms[position].sum(axis=1)
+        value, interval = None, None
+        if np.isfinite(last).all() and np.isfinite(here).all() and here.all():
+            value = float(last.sum() / here.sum())
+            interval = bootstrap_ratio_interval(last, here, seed=seed)
+        for name, number in zip(growth, (value, *(interval or (None, None))), strict=True):
+            growth[name].append(number)
+    return growth
 
 
 def _statistics(state: Tensor) -> dict[str, NDArray[np.float64]]:
-    """Return every statistic of a state ``[B, H, K, V]``, averaged over B: float64 ``[H]`` each."""
+    """Return every statistic of a state ``[B, H, K, V]``: float64 ``[B, H]`` each."""
     wide = state.double()
-    per_row = {
+    found = {
         "mean": wide.mean(dim=(-2, -1)),
         "std": wide.std(dim=(-2, -1), correction=0),
         "norm": torch.linalg.matrix_norm(wide),
         "effective_rank": effective_rank(wide),
         "stable_rank": stable_rank(wide),
     }
-    return {name: values.mean(0).cpu().numpy() for name, values in per_row.items()}
+    return {name: values.cpu().numpy() for name, values in found.items()}
 
 
 def _number(value: float) -> float | None:
@@ -170,10 +253,13 @@ def state_statistics(
         advance: told the tokens read.
 
     Returns:
-        ``{"positions": [...], "layers": [{"layer", "mixer", "key_dim", "value_dim", "heads": [{...}]}]}``; a head maps
-        "mean", "std" (over the entries of its K x V state, population), "norm" (Frobenius), "effective_rank" and
-        "stable_rank" to one number per position; None where a number is not finite. A layer in a handover has one entry
-        for each of its two paths; attention layers have none.
+        ``{"positions": [...], "fill": [...], "layers": [{"layer", "mixer", "key_dim", "value_dim", "growth",
+        "heads": [{...}]}]}``; a head maps "mean", "std" (over the entries of its K x V state, population), "norm"
+        (Frobenius), "effective_rank" and "stable_rank" to one number per position; None where a number is not finite.
+        A layer in a handover has one entry for each of its two paths; attention layers have none. "fill" has for each
+        position ``{"position", "value", "low", "high", "count"}``: the median over all heads of effective rank /
+        min(K, V), and "growth" ``{"value", "low", "high"}`` for each position the layer's norm at the last position
+        over the norm there; both with 95% bootstrap intervals over sequences (None with one).
 
     Raises:
         UserError: a position outside 1..T, or a model without recurrent layers.

@@ -19,6 +19,8 @@ from longrecall.layers.mixers.base import LayerState
 _LOGIT_BUDGET = 2**27
 # Recurrent states of all rows that are read together, in float32: 2**28 numbers are 1 GiB.
 _STATE_BUDGET = 2**28
+# Weights times tokens that are read between two lines of a journal: some seconds on two CPU cores.
+_WORK_BUDGET = 2**38
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,15 @@ def segment_size(rows: int, vocabulary: int, batch_tokens: int, segment_tokens: 
 def rows_at_once(model: Any, copies: int = 1) -> int:
     """Return how many sequences, each with `copies` states, may be read together; at least 1."""
     return max(1, _STATE_BUDGET // (copies * max(1, int(model.config.state_size()))))
+
+
+def windows_at_once(model: Any, tokens: int, copies: int = 1) -> int:
+    """Return how many windows, each of `tokens` tokens to read, make a batch whose loss in a kill can be borne.
+
+    At most `rows_at_once`. It depends on the model and the lengths alone, so a run that goes on makes the same batches.
+    """
+    weights: int = sum(parameter.numel() for parameter in model.parameters())
+    return max(1, min(rows_at_once(model, copies), _WORK_BUDGET // max(1, weights * tokens)))
 
 
 def segment_ends(length: int, columns: int, stops: Iterable[int] = ()) -> list[int]:

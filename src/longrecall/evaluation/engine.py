@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -145,15 +144,8 @@ def _run(jobs: Sequence[_Job], journal: Journal, ranks: Ranks, progress: bool) -
     with tqdm(total=total, unit="tok", unit_scale=True, desc="eval", disable=silent, leave=False) as bar:
         for job in jobs:
             bar.set_description(job.key)
-            started = time.perf_counter()
-            for records in job.run(shares[job.key], bar.update):
-                ended = time.perf_counter()
-                done[job.key] |= journal.add(job.key, records, ended - started)[job.key]
-                started = ended
-    for part in ranks.gather(done):
-        for key, examples in part.items():
-            done[key] = examples | done[key]
-    return done
+            done[job.key] |= journal.keep(job.key, job.run(shares[job.key], bar.update))[job.key]
+    return journal.gather(done)
 
 
 def _entries(job: _Job, done: Mapping[int, tuple[dict[str, Any], float]]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What an evaluation has finished so far, on disk after every batch, so that a killed run loses nothing else.
+"""What a run of eval or diagnose has finished so far, on disk after every batch, so that a kill loses nothing else.
 
 A journal lies beside the result file, as ``<out>.partial`` (``<out>.partial.<rank>`` of further processes): a first
 line that says what the run is, then a line for each example. It is deleted when the result is written.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,18 @@ Timed = tuple[dict[str, Any], float]
 """The record of an example and the seconds it took."""
 
 Done = dict[str, dict[int, Timed]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Whose journal it is: the verb, what the first line calls itself, and what reads the finished result."""
+
+    verb: str
+    partial: str
+    read: Callable[[Path], dict[str, Any]]
+
+
+EVALUATION = Kind("eval", "partial evaluation", read_result)
 
 
 class Journal:
@@ -41,14 +55,15 @@ class Journal:
         fingerprint: str | None,
         resume: bool,
         ranks: Ranks,
+        kind: Kind = EVALUATION,
     ) -> None:
         self.done: Done = {}
         self.complete: dict[str, Any] | None = None
         self._out = None if out is None else Path(out)
-        head = {"schema": SCHEMA, "kind": "partial evaluation", "fingerprint": fingerprint, "settings": settings}
+        head = {"schema": SCHEMA, "kind": kind.partial, "fingerprint": fingerprint, "settings": settings}
         # As it comes back from the file: no tuples.
         self._head: dict[str, Any] = json.loads(json.dumps(head))
-        self._ranks, self._resume = ranks, resume
+        self._ranks, self._resume, self._kind = ranks, resume, kind
         if self._out is None:
             if resume:
                 raise UserError("resume needs an output file (--out): that is where finished examples are kept")
@@ -62,7 +77,7 @@ class Journal:
     def _look_back(self, out: Path) -> None:
         journals = self._journals(out)
         for path in journals:
-            head, done, _ = _read(path)
+            head, done, _ = _read(path, self._kind)
             if head is not None:
                 self._refuse_other(path, head.get("settings"), head.get("fingerprint"))
             for key, examples in done.items():
@@ -71,7 +86,7 @@ class Journal:
             for key, examples in done.items():
                 self.done[key] = examples | self.done.get(key, {})
         if not any(self._ranks.gather(bool(journals))) and out.exists():
-            result = read_result(out)
+            result = self._kind.read(out)
             self._refuse_other(out, result["settings"], result["checkpoint"].get("fingerprint"))
             self.complete = result
 
@@ -94,7 +109,7 @@ class Journal:
             for path in self._journals(self._out):
                 path.unlink()
         self._ranks.wait()
-        whole = _read(self._path)[2] if self._path.exists() else 0
+        whole = _read(self._path, self._kind)[2] if self._path.exists() else 0
         self._lines.open(whole)
         if not whole:
             self._lines.write([self._head])
@@ -107,6 +122,24 @@ class Journal:
                 {"job": key, "index": index, "seconds": each, "record": record} for index, record in records.items()
             )
         return {key: {index: (record, each) for index, record in records.items()}}
+
+    def keep(self, key: str, batches: Iterable[Mapping[int, dict[str, Any]]]) -> Done:
+        """Go through `batches`, which do the work as they are asked for; keep and time the records of each."""
+        done: Done = {key: {}}
+        started = time.perf_counter()
+        for records in batches:
+            ended = time.perf_counter()
+            done[key] |= self.add(key, records, ended - started)[key]
+            started = ended
+        return done
+
+    def gather(self, done: Done) -> Done:
+        """Return what all processes have done; all must call it, with the same keys."""
+        whole = {key: dict(examples) for key, examples in done.items()}
+        for part in self._ranks.gather(done):
+            for key, examples in part.items():
+                whole[key] = examples | whole[key]
+        return whole
 
     def close(self) -> None:
         """Stop writing; the journal stays."""
@@ -132,7 +165,7 @@ class Journal:
         return sorted(path for path in out.parent.iterdir() if name.fullmatch(path.name))
 
 
-def _read(path: Path) -> tuple[dict[str, Any] | None, Done, int]:
+def _read(path: Path, kind: Kind) -> tuple[dict[str, Any] | None, Done, int]:
     """Return (the first line, what is done, bytes of whole lines)."""
     heads: list[dict[str, Any]] = []
     done: Done = {}
@@ -141,8 +174,8 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, Done, int]:
         if number > 1:
             done.setdefault(data["job"], {})[int(data["index"])] = (dict(data["record"]), float(data["seconds"]))
             return
-        if data["kind"] != "partial evaluation":
-            raise ValueError("it is no journal of eval")
+        if data["kind"] != kind.partial:
+            raise ValueError(f"it is no journal of {kind.verb}")
         heads.append(data)
 
     whole = read_json_lines(path, take)

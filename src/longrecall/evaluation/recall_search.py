@@ -123,6 +123,7 @@ def search_recall_length(
     }
     earlier = _earlier(out, asked, about) if resume else None
     if earlier is not None:
+        _drop_parts(out, lengths)  # a kill may have come before they were
         return earlier
     if out is not None:
         check_writable(out)
@@ -142,8 +143,7 @@ def search_recall_length(
     result = _joined(parts, points, asked, levels, lengths[-1])
     if out is not None:
         write_json(Path(out), result)
-        for length in lengths:
-            _part(out, length).unlink(missing_ok=True)
+        _drop_parts(out, lengths)
     return result
 
 
@@ -228,6 +228,13 @@ def _joined(
 
 def _part(out: str | Path, length: int) -> Path:
     return Path(out).with_name(f"{Path(out).name}.{length}")
+
+
+def _drop_parts(out: str | Path | None, lengths: Sequence[int]) -> None:
+    """Remove the files of finished lengths, which the result has all of."""
+    if out is not None:
+        for length in lengths:
+            _part(out, length).unlink(missing_ok=True)
 
 
 def _digest(task: Any) -> str:
