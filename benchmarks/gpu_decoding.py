@@ -25,7 +25,7 @@ import torch
 from longrecall.inference.reading import captured_segments, captured_step, read_prompt
 from longrecall.models.description import read_description
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.ops.ahead import reading_ahead
+from longrecall.ops.execution import prefetching
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_timing import Rows, copy_rate, median_ms, replayed_ms
@@ -77,7 +77,7 @@ def kernels(rows: Rows) -> None:
                     recurrence(q, k, v, next(turns), gate, **given)
 
                 milliseconds = replayed_ms(step)
-                with reading_ahead():
+                with prefetching():
                     ahead = replayed_ms(step)
                 copies = itertools.cycle([torch.empty_like(state) for state in states])
                 return {

@@ -25,12 +25,12 @@ from triton.runtime.interpreter import InterpreterBuilder
 from longrecall.inference.step import DecodingStep
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.ops.ahead import is_promised
 from longrecall.ops.decoding.triton import attention as attention_decoding
 from longrecall.ops.decoding.triton import elementwise as decoding
 from longrecall.ops.decoding.triton import products as small_products
 from longrecall.ops.decoding.triton import recurrence as decoding_recurrence
 from longrecall.ops.decoding.triton import retrieval as retrieval_decoding
+from longrecall.ops.execution import may_prefetch
 from longrecall.ops.kernels import early as dependent
 from tests.conftest import MIXERS
 
@@ -77,7 +77,7 @@ class Watch:
         self.launches.add(name)
         self.before = np.concatenate([*self.written, np.zeros(0, np.int64)])
         self.written, self.running = [], True
-        early = self.early if is_promised() else min(self.early, dependent.WAITING)
+        early = self.early if may_prefetch() else min(self.early, dependent.WAITING)
         kernel[grid](*args, **constants, EARLY=early)
         self.end()
         self.by_torch, self.running = [], False
@@ -238,7 +238,7 @@ def test_what_steps_use_before_they_have_waited(
     assert watch.launches >= uses(name, rows)
     assert watch.programs and (watch.ahead > 0) == (early == dependent.AHEAD)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert not is_promised()
+    assert not may_prefetch()
 
 
 def test_every_kernel_is_watched() -> None:

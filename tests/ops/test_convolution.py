@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longrecall.ops import long_convolution, short_convolution
-from longrecall.ops.padding import at_the_end
+from longrecall.ops.execution import padding_at_the_end
 
 # float64 throughout: only the order of four additions differs.
 TOLERANCE = 1e-12
@@ -62,7 +62,7 @@ def test_padding_known_to_come_last_is_not_sorted(count: int, monkeypatch: pytes
     history = state.transpose(1, 2)
     short = short_convolution(x, weight, state=state, mask=mask)
     long = long_convolution(x, weight, history=history, mask=mask, grow=False)
-    with at_the_end(mask), monkeypatch.context() as patch:
+    with padding_at_the_end(mask), monkeypatch.context() as patch:
         patch.setattr(torch, "argsort", None)
         for found, expected in (
             (short_convolution(x, weight, state=state, mask=mask), short),

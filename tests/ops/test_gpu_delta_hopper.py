@@ -13,7 +13,7 @@ from tests.ops.test_triton_delta_keys import SCALE, Case, errors, formulas, plai
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or hopper.declines(torch.zeros(1, device="cuda").bfloat16()) is not None,
+        not torch.cuda.is_available() or hopper.why_not(torch.zeros(1, device="cuda").bfloat16()) is not None,
         reason="needs a Hopper GPU and the Triton that the kernels are written for",
     ),
 ]
@@ -104,5 +104,5 @@ def test_the_delta_rule_has_the_same_gradients_with_and_without(monkeypatch: pyt
 
 def test_addresses_off_the_grid_are_left_to_the_plain_kernels() -> None:
     numbers = torch.zeros(64, device="cuda").bfloat16()
-    assert hopper.declines(numbers) is None
-    assert "16 bytes" in str(hopper.declines(numbers, numbers[1:]))
+    assert hopper.why_not(numbers) is None
+    assert "16 bytes" in str(hopper.why_not(numbers, numbers[1:]))

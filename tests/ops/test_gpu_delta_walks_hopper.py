@@ -18,7 +18,7 @@ from tests.ops.test_hopper_walks import ENDS, SCALE, TOLERANCE, Call, Case, erro
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or hopper.declines(torch.zeros(1, device="cuda").bfloat16()) is not None,
+        not torch.cuda.is_available() or hopper.why_not(torch.zeros(1, device="cuda").bfloat16()) is not None,
         reason="needs a Hopper GPU and the Triton that the kernels are written for",
     ),
 ]

@@ -10,9 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longrecall.ops.ahead import reading_ahead
 from longrecall.ops.decoding.triton.products import add_product, norm_and_gate_up
 from longrecall.ops.decoding.triton.recurrence import Gate, recurrence
+from longrecall.ops.execution import prefetching
 from longrecall.ops.kernels import early as dependent
 
 pytestmark = [
@@ -97,7 +97,7 @@ def test_products_of_one_stream(ahead: bool) -> None:
         add_product(norm_and_gate_up(stream, norm, 1e-6, gate, up), down, stream)
 
     if ahead:
-        with reading_ahead():
+        with prefetching():
             alike([stream], work)
     else:
         alike([stream], work)

@@ -34,7 +34,7 @@ TOLERANCE = 4e-3
 
 @pytest.fixture(autouse=True)
 def _kernels_run() -> None:
-    reason = hopper.declines(*(torch.empty(1, 1, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)))
+    reason = hopper.why_not(*(torch.empty(1, 1, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)))
     if reason is not None:
         pytest.skip(reason)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.ops.backends import Op
 from longrecall.ops.norms import op as ops
 from tests.conftest import RECURRENT
 from tests.ops.test_triton_normalisation import (
@@ -92,10 +93,12 @@ def test_models_compute_the_same_with_and_without(mixer: str, even: bool, monkey
     ids = torch.randint(32, (2, 50), generator=torch.Generator().manual_seed(1)).cuda()
     asked: dict[str, set[str | None]] = {}
     channels: set[int] = set()
-    decide = ops.declines
+    decide = Op.why_plain
 
-    def watched(op: str, tensors: dict[str, Tensor], **options: object) -> str | None:
-        reason = decide(op, tensors, **options)  # type: ignore[arg-type]
+    def watched(self: Op, tensors: dict[str, Tensor], backend: str | None = None, **options: object) -> bool:
+        reason, op = decide(self, tensors, backend, **options), self.name
+        if backend is not None:
+            return reason is None
         size = tensors["x"].shape[2] if op == "short_convolution" else 0
         if op == "look_up":
             assert reason is not None and "1024 tokens" in reason  # as few as here
@@ -104,13 +107,13 @@ def test_models_compute_the_same_with_and_without(mixer: str, even: bool, monkey
         else:
             asked.setdefault(op, set()).add(reason)
         channels.add(size)
-        return reason
+        return reason is None
 
-    monkeypatch.setattr(ops, "declines", watched)
+    monkeypatch.setattr(Op, "on_kernels", watched)
     found = gradients(model, ids)
     assert len(asked) > 1 and all(reasons == {None} for reasons in asked.values()), asked
     assert (len(channels) > 1) == (mixer != "hgrn2")
-    monkeypatch.setattr(ops, "declines", lambda *_, **__: "for comparison")
+    monkeypatch.setattr(Op, "on_kernels", lambda *_, **__: False)
     expected = gradients(model, ids)
     assert found.keys() == expected.keys()
     for name, right in expected.items():

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from longrecall.layers.mixers.registry import mixer_config
-from longrecall.ops import BACKENDS, selective_scan
-from longrecall.ops.kernels import backend
+from longrecall.ops import selective_scan
 from tests.ops.test_selective_scan import make
 from tests.ops.test_triton_scan import errors, run
 
@@ -60,13 +59,11 @@ def test_two_runs_are_the_same_to_the_bit_however_rows_are_grouped(monkeypatch: 
 
 
 def test_kernels_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longrecall.ops.scan.triton import selective_scan as kernels
+
     calls = []
-    original = backend.selective_scan
-    monkeypatch.setitem(
-        BACKENDS["triton"].functions,
-        "selective_scan",
-        lambda **inputs: calls.append(1) or original(**inputs),
-    )
+    original = kernels.selective_scan
+    monkeypatch.setattr(kernels, "selective_scan", lambda **inputs: calls.append(1) or original(**inputs))
     x, step, a, b, c, skip, state = on_gpu(make(5, torch.float32))
     selective_scan(x, step, a, b, c, skip, initial_state=state)
     assert calls

@@ -72,12 +72,12 @@ def test_taps_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_many_rows_are_left_to_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolution, "unsupported", lambda *_: None)
-    monkeypatch.setattr(retrieval, "unsupported", lambda *_: None)
+    monkeypatch.setattr(convolution, "why_not_tensors", lambda *_: None)
+    monkeypatch.setattr(retrieval, "why_not_tensors", lambda *_: None)
     for rows, declined in ((2**16 - 1, False), (2**16, True)):
         x, taps = torch.empty(rows, 64, 64, device="meta"), torch.empty(64, 4, device="meta")
-        for reason in (convolution.declines(x, taps, "silu"), retrieval.declines(queries=x, vectors=x)):
+        for reason in (convolution.why_not(x, taps, "silu"), retrieval.why_not(queries=x, vectors=x)):
             assert (reason is not None and "at most 65535 rows" in reason) == declined
         states = torch.empty(rows, 64, 1, device="meta")
-        reason = delta_rule.declines(x[:, :, None], x[:, :, None], x[:, :, None], None, states)
+        reason = delta_rule.why_not(x[:, :, None], x[:, :, None], x[:, :, None], None, states)
         assert (reason is not None and "at most 65535 states" in reason) == declined

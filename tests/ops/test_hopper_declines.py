@@ -40,23 +40,23 @@ def _suitable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_switch_is_read_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hopper.declines(heads()) is None
+    assert hopper.why_not(heads()) is None
     monkeypatch.setenv(hopper.SWITCH, "0")
-    assert hopper.declines(heads()) == "LONGRECALL_GLUON is 0"
+    assert hopper.why_not(heads()) == "LONGRECALL_GLUON is 0"
 
 
 def test_what_asynchronous_copies_read_begins_at_multiples_of_16_bytes() -> None:
-    assert hopper.declines(heads(), heads()) is None
+    assert hopper.why_not(heads(), heads()) is None
     for tensors in ((heads(1), heads()), (heads(), heads(4))):
-        assert "multiples of 16 bytes" in str(hopper.declines(*tensors))
+        assert "multiples of 16 bytes" in str(hopper.why_not(*tensors))
 
 
 def test_so_do_the_heads_of_an_expansion_and_those_it_grafts() -> None:
     weight = torch.zeros(3, 64, 128, dtype=torch.bfloat16).as_subclass(OnHopper)
-    assert expansion.declines(heads(), weight) is None
-    assert expansion.declines(heads(), weight, heads()) is None
+    assert expansion.why_not(heads(), weight) is None
+    assert expansion.why_not(heads(), weight, heads()) is None
     for tensors in ((heads(1), weight, heads()), (heads(), weight, heads(1))):
-        assert "multiples of 16 bytes" in str(expansion.declines(*tensors))
+        assert "multiples of 16 bytes" in str(expansion.why_not(*tensors))
 
 
 @pytest.mark.skipif(not launch.interpreting(), reason="needs TRITON_INTERPRET=1")

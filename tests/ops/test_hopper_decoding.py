@@ -112,9 +112,9 @@ def test_small_steps_are_right_to_float32(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_it_declines() -> None:
     for K, V in ((48, 64), (1024, 64), (64, 32), (128, 96)):
-        assert "keys" in str(decoding.declines(torch.zeros(1, 1, K, V).bfloat16()))
-    assert "float32" in str(decoding.declines(torch.zeros(1, 1, 64, 64)))
-    assert "CUDA" in str(decoding.declines(torch.zeros(1, 1, 64, 64).bfloat16()))
+        assert "keys" in str(decoding.why_not(torch.zeros(1, 1, K, V).bfloat16()))
+    assert "float32" in str(decoding.why_not(torch.zeros(1, 1, 64, 64)))
+    assert "CUDA" in str(decoding.why_not(torch.zeros(1, 1, 64, 64).bfloat16()))
 
 
 @pytest.mark.parametrize("V", [64, 128, 192])

@@ -10,8 +10,18 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from longrecall.ops.expansion.triton import expansion
+from longrecall.ops.kernels import hopper
 from tests.ops.gluon_emulation import install
-from tests.ops.test_gpu_expansion_hopper import TOLERANCE, check_below_zero, check_large, check_nan, error, results
+from tests.ops.test_gpu_expansion_hopper import (
+    NAMES,
+    TOLERANCE,
+    check_below_zero,
+    check_large,
+    check_nan,
+    error,
+    results,
+)
 from tests.ops.test_triton_expansion import Case
 
 CASES = [
@@ -46,6 +56,27 @@ def test_results_and_gradients_equal_the_formulas(case: Case, monkeypatch: pytes
     errors = {name: error(x, wanted[name]) for name, x in results(case, inputs, exact=False).items()}
     assert ran == ["forward_kernel", "backward_kernel"]
     assert all(x < TOLERANCE for x in errors.values()), errors
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_the_backward_runs_where_the_forward_did(normalise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the forward kept means something else to the other kernels, which used to read it."""
+    ran = install(monkeypatch)
+    inputs = tensors(Case(1, 35, 1, 64, 2, normalise=normalise))
+    given = [inputs.get(name) for name in NAMES]
+
+    def gradients(*, switched: bool) -> list[Tensor]:
+        with monkeypatch.context() as patch:
+            _, kept = expansion.forward(*given, normalise=normalise)
+            if switched:
+                patch.setattr(hopper, "why_not", lambda *_: "LONGRECALL_GLUON is 0 by now")
+            d_before = torch.empty_like(inputs["state"].transpose(1, 2), memory_format=torch.contiguous_format)
+            found = expansion.backward(*given, kept, inputs["d_out"], d_before, normalise=normalise)
+        return [x for x in (*found, d_before) if x is not None]
+
+    expected, found = gradients(switched=False), gradients(switched=True)
+    assert ran == ["forward_kernel", "backward_kernel"] * 2
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("normalise", [False, True])

@@ -10,7 +10,7 @@ import torch
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from longrecall.ops.ahead import reading_ahead  # noqa: E402
+from longrecall.ops.execution import prefetching  # noqa: E402
 from longrecall.ops.kernels import early as dependent  # noqa: E402
 from longrecall.ops.kernels import launch  # noqa: E402
 
@@ -121,6 +121,40 @@ def test_it_is_a_kernel_of_triton() -> None:
     assert isinstance(launch.kernel(scaled), launch.Kernel) is not launch.interpreting()
 
 
+class CompiledOtherwise(Compiled):
+    """As a later Triton might: launched with other arguments."""
+
+    def run(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:  # type: ignore[override]
+        raise AssertionError("launched in a way that this Triton does not have")
+
+
+@pytest.mark.parametrize("change", ["packed_metadata", "run"])
+def test_a_triton_of_other_internals_launches_by_itself(
+    kernel: Any, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every launch then goes through Triton's own way, and nothing is remembered."""
+    made = []
+
+    def run(*args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        made.append((grid, args, constants))
+        return CompiledOtherwise() if change == "run" else object()
+
+    monkeypatch.setattr(kernel, "run", run)
+    x = torch.zeros(64)
+    for _ in range(3):
+        kernel[(4,)](x, x, 64, 0.5, BLOCK=64)
+    assert made == [((4,), (x, x, 64, 0.5), {"BLOCK": 64})] * 3 and not kernel.remembered
+
+
+def test_a_triton_without_what_launches_need_makes_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch.why_not_remembered() is None or launch.interpreting()
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    plain = object()
+    monkeypatch.setattr(launch.triton, "jit", lambda function, **options: plain)
+    assert "has no run, arg_names, signature" in str(launch.why_not_remembered())
+    assert launch.kernel(scaled) is plain
+
+
 def early_scaled(x, out, size, factor, BLOCK: tl.constexpr, EARLY: tl.constexpr = 0):  # type: ignore[no-untyped-def]
     tl.store(out, tl.load(x) * factor)
 
@@ -143,7 +177,7 @@ def test_early_launches(capability: tuple[int, int], early: bool, monkeypatch: p
     x = torch.zeros(64)
     for _ in range(2):
         kernel[(4,)](x, x, 64, 0.5, BLOCK=64)
-        with reading_ahead():
+        with prefetching():
             kernel[(4,)](x, x, 64, 0.5, BLOCK=64)
     dependent.serves.cache_clear()
     options = [{"EARLY": dependent.WAITING}, {"EARLY": dependent.AHEAD}] if early else [{}, {}]

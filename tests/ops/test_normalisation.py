@@ -66,11 +66,12 @@ def test_who_computes_is_chosen_with_a_reason(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("LONGRECALL_BACKEND", raising=False)
     x, weight = torch.randn(20, 8), torch.ones(8)
     tensors: dict[str, Tensor | None] = {"x": x, "weight": weight}
-    assert normalisation.declines("rms_norm", tensors) == "the tensors are not on a GPU"
+    assert normalisation.RMS_NORM.why_plain(tensors) == "the tensors are not on a GPU"
     monkeypatch.setenv("LONGRECALL_BACKEND", "chunked")
-    assert normalisation.declines("rms_norm", tensors) == "LONGRECALL_BACKEND is chunked"
+    assert normalisation.RMS_NORM.why_plain(tensors) == "LONGRECALL_BACKEND is chunked"
     monkeypatch.setenv("LONGRECALL_BACKEND", "triton")
-    assert normalisation.declines("rms_norm", {"x": x[:15], "weight": weight}) == (
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert normalisation.RMS_NORM.why_plain({"x": x[:15], "weight": weight}) == (
         "fewer than 16 rows are left to plain torch"
     )
     with pytest.raises(ValueError, match='unknown backend "chunked" of rms_norm'):

@@ -11,10 +11,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from longrecall.ops import short_convolution
-from longrecall.ops.convolution.short import _kernel
+from longrecall.ops.convolution.short import SHORT_CONVOLUTION
 from longrecall.ops.convolution.triton import short as convolution
+from longrecall.ops.execution import padding_at_the_end
 from longrecall.ops.kernels import launch
-from longrecall.ops.padding import at_the_end
 
 interpreted = pytest.mark.skipif(
     not launch.interpreting(), reason="needs TRITON_INTERPRET=1; see test_gpu_convolution.py"
@@ -52,7 +52,7 @@ def errors(
         options: dict[str, Any] = {"state": leaves["state"], "mask": mask, "backend": backend}
         if padding == "last":
             assert mask is not None
-            with at_the_end(mask):
+            with padding_at_the_end(mask):
                 y, after = short_convolution(x, leaves["weight"], leaves["bias"] if bias else None, **options)
         else:
             y, after = short_convolution(x, leaves["weight"], leaves["bias"] if bias else None, **options)
@@ -99,7 +99,7 @@ def test_what_the_kernels_decline_is_said(change: dict[str, Any], message: str) 
 def test_a_cpu_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LONGRECALL_BACKEND", raising=False)
     tensors: dict[str, Tensor | None] = {"x": torch.zeros(1, 20, 32), "weight": torch.zeros(32, 4)}
-    assert not _kernel("short_convolution", None, tensors, activation="silu")
+    assert not SHORT_CONVOLUTION.on_kernels(tensors, activation="silu")
     with pytest.raises(ValueError, match='unknown backend "fast"'):
         short_convolution(torch.zeros(1, 20, 32), torch.zeros(32, 4), backend="fast")
 

@@ -15,7 +15,7 @@ from longrecall.layers.mixers.delta_net import DeltaNetConfig, GatedDeltaNetConf
 from longrecall.layers.norm import l2_normalise
 from longrecall.ops import gated_delta_rule, short_convolution
 from longrecall.ops.delta_rule.subheads import subhead_delta_rule
-from longrecall.ops.padding import at_the_end
+from longrecall.ops.execution import padding_at_the_end
 
 delta_rule = pytest.importorskip("longrecall.ops.delta_rule.triton.chunked")
 delta_plan = pytest.importorskip("longrecall.ops.delta_rule.triton.plan")
@@ -280,7 +280,7 @@ def layer_errors(
             monkeypatch.setenv("LONGRECALL_BACKEND", "chunked")
             _, state = layer(leaf[:, :5], None, **options)
             monkeypatch.setenv("LONGRECALL_BACKEND", backend)
-            assert (fused_delta.declines(layer, leaf[:, 5:], None, None) is None) == (backend == "triton")
+            assert (fused_delta.why_not(layer, leaf[:, 5:], None, None) is None) == (backend == "triton")
             y, state = layer(leaf[:, 5:], state, **options)
         outputs = {"y": y, **{name: state[name] for name in sorted(state)}}
         g = torch.Generator().manual_seed(1)
@@ -338,10 +338,10 @@ def test_padding_at_the_end_is_left_out(change: dict[str, Any], gated: bool, mon
     with torch.no_grad():
         _, before = layer(x[:, :5], None, mask=None, **options)
         monkeypatch.setenv("LONGRECALL_BACKEND", "triton")
-        assert fused_delta.declines(layer, x[:, 5:], mask, None) is not None
-        with at_the_end(mask):
-            assert fused_delta.declines(layer, x[:, 5:], mask, None) is None
-            assert fused_delta.declines(layer, x[:, 5:], mask.clone(), None) is not None
+        assert fused_delta.why_not(layer, x[:, 5:], mask, None) is not None
+        with padding_at_the_end(mask):
+            assert fused_delta.why_not(layer, x[:, 5:], mask, None) is None
+            assert fused_delta.why_not(layer, x[:, 5:], mask.clone(), None) is not None
             y, after = layer(x[:, 5:], before, mask=mask, **options)
         monkeypatch.setenv("LONGRECALL_BACKEND", "chunked")
         for row, count in enumerate(counts):
@@ -386,14 +386,15 @@ def test_a_layer_takes_a_batch_without_rows(factor: int, backend: str, monkeypat
 @interpreted
 def test_what_a_layer_leaves_to_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = GatedDeltaNetConfig.from_dict(SIZES).build(24), torch.zeros(1, 20, 24)
-    assert "not on a GPU" in str(fused_delta.declines(layer, x, None, None))
+    assert "not on a GPU" in str(fused_delta.why_not(layer, x, None, None))
     monkeypatch.setenv("LONGRECALL_BACKEND", "triton")
-    assert fused_delta.declines(layer, x, None, None) is None
-    assert "padded" in str(fused_delta.declines(layer, x, torch.ones(1, 20, dtype=torch.bool), None))
-    assert "fewer than 16" in str(fused_delta.declines(layer, x[:, :15], None, None))
-    assert "per key channel" in str(fused_delta.declines(layer, x, None, torch.zeros(1, 20, 1, 16)))
-    assert "float64" in str(fused_delta.declines(layer.double(), x.double(), None, None))
+    assert fused_delta.why_not(layer, x, None, None) is None
+    assert "padded" in str(fused_delta.why_not(layer, x, torch.ones(1, 20, dtype=torch.bool), None))
+    assert "fewer than 16" in str(fused_delta.why_not(layer, x[:, :15], None, None))
+    assert "per key channel" in str(fused_delta.why_not(layer, x, None, torch.zeros(1, 20, 1, 16)))
+    with pytest.raises(ValueError, match="float64 is left to the other backends"):
+        fused_delta.why_not(layer.double(), x.double(), None, None)
     odd = GatedDeltaNetConfig.from_dict(SIZES | {"key_dim": 24}).build(24)
-    assert "key width of 24 would have to be filled up" in str(fused_delta.declines(odd, x, None, None))
+    assert "key width of 24 would have to be filled up" in str(fused_delta.why_not(odd, x, None, None))
     without = GatedDeltaNetConfig.from_dict(SIZES | {"conv_width": 0}).build(24)
-    assert "4 taps" in str(fused_delta.declines(without, x, None, None))
+    assert "4 taps" in str(fused_delta.why_not(without, x, None, None))

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longrecall.layers.mixers.base import unread_states
 from longrecall.layers.mixers.delta_net import DeltaNet, GatedDeltaNetConfig
+from longrecall.ops.execution import unread_states
 
 delta_plan = pytest.importorskip("longrecall.ops.delta_rule.triton.plan")
 expanded = pytest.importorskip("longrecall.ops.delta_rule.triton.expanded")

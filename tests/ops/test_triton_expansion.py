@@ -202,7 +202,7 @@ def test_what_the_kernels_decline_takes_two_passes(
     case = Case(1, 20, 1, change.get("width", 64), 2)
     tensors = case.tensors()
     weight = tensors["weight"].bfloat16() if change.get("mixed") else tensors["weight"]
-    reason = expansion.declines(tensors["y"], weight)
+    reason = expansion.why_not(tensors["y"], weight)
     assert reason is not None and message in reason
     monkeypatch.setattr(expansion, "forward_kernel", None)
     if not change.get("mixed"):
@@ -212,8 +212,8 @@ def test_what_the_kernels_decline_takes_two_passes(
 def test_only_bfloat16_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expansion, "interpreting", lambda: False)
     y, weight = torch.zeros(1, 4, 1, 64), torch.zeros(1, 64, 128)
-    assert expansion.declines(y, weight) == "the product is built for bfloat16, not for float32"
-    reason = expansion.declines(y.bfloat16(), weight.bfloat16())
+    assert expansion.why_not(y, weight) == "the product is built for bfloat16, not for float32"
+    reason = expansion.why_not(y.bfloat16(), weight.bfloat16())
     assert reason is None if launch.interpreting() else "CUDA" in str(reason)
 
 

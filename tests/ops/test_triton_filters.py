@@ -10,15 +10,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longrecall.layers.mixers.base import unread_states
 from longrecall.layers.mixers.registry import mixer_config
 from longrecall.ops import long_convolution, short_convolution
+from longrecall.ops.backends import Op
 from longrecall.ops.convolution.diagonal import diagonal_taps
 from longrecall.ops.convolution.short import gated_short_convolution
 from longrecall.ops.convolution.triton import depthwise
 from longrecall.ops.convolution.triton import gated as gated_convolution
+from longrecall.ops.execution import unread_states
 from longrecall.ops.kernels import launch
-from longrecall.ops.norms import op as normalisation
 
 interpreted = pytest.mark.skipif(not launch.interpreting(), reason="needs TRITON_INTERPRET=1; see test_gpu_filters.py")
 
@@ -210,9 +210,12 @@ def layer_errors(description: dict[str, Any], shape: tuple[int, int, int], devic
 def test_layers_on_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a GPU: every call that may have a kernel asks for it.
     asked: list[str] = []
-    right = normalisation.triton.declines
-    monkeypatch.setattr(normalisation.triton, "declines", lambda op, *a, **o: asked.append(op) or right(op, *a, **o))
-    monkeypatch.setattr(normalisation, "declines", lambda op, x, **o: normalisation.triton.declines(op, x, **o))
+
+    def on_kernels(op: Op, inputs: dict[str, Tensor | None], backend: str | None = None, **options: Any) -> bool:
+        asked.append(op.name)
+        return backend in (None, "triton") and op.why_no_kernels(inputs, **options) is None
+
+    monkeypatch.setattr(Op, "on_kernels", on_kernels)
     found = layer_errors(LAYERS[name], (16, 20, 6))
     assert (
         set(asked)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longrecall.layers.mixers.registry import mixer_config
 from longrecall.ops import gated_linear_attention
-from longrecall.ops.kernels import backend
+from longrecall.ops.backends import why_no_kernel
 from tests.conftest import MIXERS
 from tests.ops.test_recurrences import make
 
@@ -168,7 +168,7 @@ def test_what_kernels_decline_is_said() -> None:
     wide = torch.zeros(1, 2, 1, 1025)
     with pytest.raises(ValueError, match="at most 1024 wide; got keys of 1025"):
         gated_linear_attention(wide, wide, q[:, :2], None, backend="triton")
-    assert backend.declines("generalised_delta_rule", {"v": q}) == "generalised_delta_rule has no kernel"
+    assert why_no_kernel("generalised_delta_rule", {"v": q}) == "generalised_delta_rule has no kernel"
 
 
 def test_the_environment_can_name_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from longrecall.layers.mixers.registry import mixer_config
 from longrecall.layers.tokens import TokenContext
 from longrecall.ops import best_chunks, selected_attention
-from longrecall.ops.kernels import backend
+from longrecall.ops.backends import why_no_kernel
 from longrecall.ops.retrieval import op as retrieval
 from longrecall.ops.retrieval import reference as reference_retrieval
 from tests.conftest import MIXERS
@@ -209,7 +209,7 @@ def test_what_kernels_decline_is_said() -> None:
         best_chunks(q[..., 0], torch.zeros(1, 20, 2), chunks[..., 0], 17, backend="triton")
     with pytest.raises(ValueError, match="chunk vectors are at most 256 wide; got 300"):
         best_chunks(q[:, :, 0], q[:, :, 0], chunks[..., 0], 2, backend="triton")
-    assert "float64" in str(backend.declines("best_chunks", {"queries": q.double()}))
+    assert "float64" in str(why_no_kernel("best_chunks", {"queries": q.double()}))
     with pytest.raises(ValueError, match='Did you mean "triton"'):
         best_chunks(q[:, :, 0], q[:, :, 0], chunks[..., 0], 2, backend="tritn")
 

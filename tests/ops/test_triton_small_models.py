@@ -123,7 +123,7 @@ def test_pairs_are_numbered_by_an_int32() -> None:
     for rows, fits in ((2**29 - 1, True), (2**29, False)):
         heads, pairs = torch.zeros(1).expand(rows, 2), torch.zeros(1).expand(rows, 4)
         for other in (heads, pairs):
-            reason = head_products.declines(heads, other)
+            reason = head_products.why_not(heads, other)
             assert ("more than the kernels can number" in str(reason)) is not fits
 
 

@@ -118,15 +118,15 @@ def describe_backends() -> list[dict[str, Any]]:
     Of "triton" also `without_gluon`: why its kernels for Hopper leave everything to the plain ones; None = they do not.
     """
     from longrecall.ops import BACKENDS
-    from longrecall.ops.kernels.backend import without_gluon
+    from longrecall.ops.backends import why_no_gluon
 
     found = []
     for backend in BACKENDS.values():
-        reason = None if backend.unavailable is None else backend.unavailable()
+        reason = backend.why_not_here()
         facts = {"name": backend.name, "usable": reason is None, "reason": reason, "purpose": backend.purpose}
-        found.append({**facts, "ops": sorted([*backend.functions, *backend.inside_layers])})
+        found.append({**facts, "ops": backend.ops})
         if backend.name == "triton":
-            found[-1]["without_gluon"] = without_gluon()
+            found[-1]["without_gluon"] = why_no_gluon()
     return found
 
 

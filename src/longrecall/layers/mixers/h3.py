@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from longrecall.errors import UserError
 from longrecall.layers.convolution import ShortConvolution
-from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes, states_are_unread
+from longrecall.layers.mixers.base import LayerState, MixerConfig, StateShapes
 from longrecall.layers.projections import project_biased
 from longrecall.ops import diagonal_ssm
 from longrecall.ops.convolution.head_products import pair_products, read_pairs
+from longrecall.ops.execution import states_are_unread
 
 SMALLEST_STEP, LARGEST_STEP = 1e-3, 1e-1
 

@@ -37,25 +37,37 @@ class LinearAttentionConfig(MixerConfig):
         """Value heads; equal to `num_heads` unless a family shares keys."""
         return self.num_heads
 
+    # Families that have one of these options declare a field of its name, which takes the place of the property.
+
     @property
-    def conv(self) -> int:
+    def conv_width(self) -> int:
         """Width of the short convolutions on q, k and v; 0 = none."""
-        return int(getattr(self, "conv_width", 0))
+        return 0
 
     @property
-    def gated(self) -> bool:
+    def output_gate(self) -> bool:
         """Whether the output norm is multiplied by silu of a projection of x."""
-        return bool(getattr(self, "output_gate", False))
+        return False
 
     @property
-    def expanded(self) -> ExpansionConfig | None:
+    def expansion(self) -> ExpansionConfig | None:
         """How queries and keys are widened; None = not at all."""
-        return getattr(self, "expansion", None)
+        return None
+
+    @property
+    def merged(self) -> bool:
+        """Whether every key head writes the values of all heads."""
+        return False
+
+    @property
+    def value_heads(self) -> int | None:
+        """Value heads, where a family lets several of them share keys; None = `num_heads`."""
+        return None
 
     @property
     def subheads(self) -> int:
         """Subheads E of every key head; 1 = the head is whole."""
-        return self.expanded.split if self.expanded else 1
+        return self.expansion.split if self.expansion else 1
 
     @property
     def state_heads(self) -> int:
@@ -65,7 +77,7 @@ class LinearAttentionConfig(MixerConfig):
     @property
     def state_key_dim(self) -> int:
         """Key width of one state head."""
-        return self.key_dim * (self.expanded.factor // self.subheads if self.expanded else 1)
+        return self.key_dim * (self.expansion.factor // self.subheads if self.expansion else 1)
 
     @property
     def key_channels(self) -> int:
@@ -74,11 +86,11 @@ class LinearAttentionConfig(MixerConfig):
 
     def without_more_heads(self) -> Self:
         """This config, with an expansion of kind "heads" carried out: more heads and no expansion."""
-        if self.expanded is None or self.expanded.kind != "heads":
+        if self.expansion is None or self.expansion.kind != "heads":
             return self
-        factor = self.expanded.factor
+        factor = self.expansion.factor
         changes: dict[str, Any] = {"num_heads": factor * self.num_heads, "expansion": None}
-        if getattr(self, "value_heads", None) is not None:
+        if self.value_heads is not None:
             changes["value_heads"] = factor * self.value_head_count
         return replace(self, **changes)
 
@@ -86,13 +98,12 @@ class LinearAttentionConfig(MixerConfig):
         plain = self.without_more_heads()
         if plain is not self:
             return plain.state_shapes()
-        merged = bool(getattr(self, "merged", False))
-        width = self.value_dim * (self.value_head_count if merged else 1)
+        width = self.value_dim * (self.value_head_count if self.merged else 1)
         shapes: StateShapes = {"recurrent": (self.state_heads, self.state_key_dim, width)}
-        if self.conv:
+        if self.conv_width:
             keys, values = self.key_channels, self.value_head_count * self.value_dim
             shapes |= {
-                f"{name}_conv": (size, self.conv - 1) for name, size in (("q", keys), ("k", keys), ("v", values))
+                f"{name}_conv": (size, self.conv_width - 1) for name, size in (("q", keys), ("k", keys), ("v", values))
             }
         return shapes
 
@@ -118,7 +129,7 @@ class LinearAttentionMixer(nn.Module):
 
     def __init__(self, config: LinearAttentionConfig, hidden_size: int, norm_eps: float) -> None:
         super().__init__()
-        keys, expansion = config.key_channels, config.expanded
+        keys, expansion = config.key_channels, config.expansion
         projected = keys if expansion and expansion.kind == "naive" else config.num_heads * config.key_dim
         values = config.value_head_count * config.value_dim
         self.key_heads, self.subheads = config.num_heads, config.subheads
@@ -134,10 +145,10 @@ class LinearAttentionMixer(nn.Module):
         else:
             self.register_parameter("subhead_scale", None)
         self.v_proj = nn.Linear(hidden_size, values, bias=False)
-        self.g_proj = nn.Linear(hidden_size, values, bias=False) if config.gated else None
-        self.q_conv = ShortConvolution(keys, config.conv) if config.conv else None
-        self.k_conv = ShortConvolution(keys, config.conv) if config.conv else None
-        self.v_conv = ShortConvolution(values, config.conv) if config.conv else None
+        self.g_proj = nn.Linear(hidden_size, values, bias=False) if config.output_gate else None
+        self.q_conv = ShortConvolution(keys, config.conv_width) if config.conv_width else None
+        self.k_conv = ShortConvolution(keys, config.conv_width) if config.conv_width else None
+        self.v_conv = ShortConvolution(values, config.conv_width) if config.conv_width else None
         self.o_norm = RMSNorm(config.value_dim, norm_eps)
         self.o_proj = nn.Linear(values, hidden_size, bias=False)
 

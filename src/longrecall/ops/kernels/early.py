@@ -7,18 +7,20 @@ the one right before it, if that is one of these or an ordinary one.
 
 A kernel takes part that has a constant `EARLY`, filled in at its launch (`launch.Kernel`): 0 = launched as always;
 WAITING = it begins before it reads anything; AHEAD = it begins after having asked for what the kernel right before
-it does not write, weights and its own state. That is for whoever launches the chain to promise (`ops/ahead.py`).
+it does not write, weights and its own state. That is for whoever launches the chain to promise (`ops/execution.py`).
 """
 
 from __future__ import annotations
 
 import functools
-import os
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from longrecall.ops.execution import EARLY as EARLY_SWITCH
+from longrecall.ops.execution import early_launches_wanted
 
 CONSTANT = "EARLY"
 """Name of the constant in a kernel's signature."""
@@ -28,13 +30,13 @@ WAITING, AHEAD = 1, 2
 CAPABILITY = (9, 0)
 """Compute capability for which dependent launches were measured. Later GPUs have them too."""
 
-SWITCH = "LONGRECALL_EARLY"
+SWITCH = EARLY_SWITCH
 """Environment variable: 0, set before the first launch, has every kernel wait for the end of the one before."""
 
 
 def options(device: int, *, ahead: bool) -> dict[str, int | bool]:
     """What a kernel with the constant is launched with on the CUDA device of this number."""
-    if os.environ.get(SWITCH) == "0" or not serves(device):
+    if not early_launches_wanted() or not serves(device):
         return {}
     return {CONSTANT: AHEAD if ahead else WAITING, "launch_pdl": True}
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.kernels.launch import kernel, on_device, unsupported
+from longrecall.ops.kernels.launch import kernel, on_device, why_not_tensors
 
 WIDEST = 16
 """Channels of a head, over which the kernels loop."""
@@ -100,14 +100,14 @@ def read_gradients_kernel(q, y, d_out, d_q, d_y, size, WIDTH: tl.constexpr, BLOC
     _store(d_y, place, _left(q, place, within, WIDTH) * _right(d_out, place, within, WIDTH), within)
 
 
-def declines(k: Tensor, v: Tensor) -> str | None:
+def why_not(k: Tensor, v: Tensor) -> str | None:
     """Why the kernels cannot take heads ``[..., P]`` (and pairs of them), in words; None = they can."""
     width = k.shape[-1]
     if width > WIDEST or width & (width - 1):
         return f"heads must have a power of two of channels, up to {WIDEST}, not {width}"
     if k.numel() * width > MOST_PAIRS:
         return f"{k.numel() * width} pairs are more than the kernels can number ({MOST_PAIRS})"
-    return unsupported(k, v)
+    return why_not_tensors(k, v)
 
 
 def pair_products(k: Tensor, v: Tensor) -> Tensor:

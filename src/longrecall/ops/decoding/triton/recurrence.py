@@ -295,7 +295,7 @@ def recurrence(
         "GATE": GATES[gate.kind], "DELTA": beta is not None, "NORMALISE": normalise, "SKIP": skip is not None,
     }  # fmt: skip
     wanted = tile is None and not few and state.dtype == torch.bfloat16
-    if wanted and hopper_decoding.declines(state) is None:
+    if wanted and hopper_decoding.why_not(state) is None:
         hopper_decoding.launch(arguments, batch * heads, constants)
         return out
     BK, BV, warps = tile or _tile(K, V, delta=beta is not None, few=few)

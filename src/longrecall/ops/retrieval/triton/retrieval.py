@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.kernels.launch import MOST_ROWS, arithmetic, block, on_device, product_block, unsupported
+from longrecall.ops.kernels.launch import MOST_ROWS, arithmetic, block, on_device, product_block, why_not_tensors
 from longrecall.ops.retrieval.triton import backward as backward_kernels
 from longrecall.ops.retrieval.triton import forward as forward_kernels
 
@@ -28,7 +28,7 @@ SHORTEST_PRODUCT = 16
 """Tokens of a chunk from which on matrix products are worth it."""
 
 
-def declines(
+def why_not(
     q: Tensor | None = None,
     k: Tensor | None = None,
     v: Tensor | None = None,
@@ -41,7 +41,7 @@ def declines(
 
     For the choice `chosen` is any tensor ``[..., C]``.
     """
-    reason = unsupported(*(x for x in (v, queries, vectors) if x is not None))
+    reason = why_not_tensors(*(x for x in (v, queries, vectors) if x is not None))
     if reason:
         return reason
     if q is not None and k is not None:
