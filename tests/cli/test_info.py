@@ -77,7 +77,7 @@ def test_old_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [([], "name a checkpoint (CKPT), or ask for --backends"), (["--backends", "here/"], "leave one of the two away")],
+    [([], "name a checkpoint (CKPT), or ask for --backends"), (["--backends", "here/"], "here/")],
 )
 def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", *words]) == 2

@@ -16,7 +16,7 @@ from longrecall.ops.projections.embedding import look_up
 from longrecall.ops.projections.triton import embedding
 from longrecall.ops.time_mixing.op import gated_group_norm, mix_with_previous
 from longrecall.ops.time_mixing.triton import token_shift
-from tests.ops.test_triton_filters import TOLERANCE, interpreted, relative
+from tests.ops.convolution.test_triton_filters import TOLERANCE, interpreted, relative
 
 
 def pair_errors(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> dict[str, float]:

@@ -158,20 +158,17 @@ class Op:
 
     def explain(self, inputs: Inputs, backend: str | None = None, **options: Any) -> Choice:
         """What a call would take, and of every other backend of this op why it is not that one."""
-        name, _ = self._choose(inputs, backend, options)
+        name, no_kernels = self._choose(inputs, backend, options)
         named = backend or backend_from_environment()
         reasons: dict[str, str] = {}
         for other in self.backends():
             if other != name:
                 reason = BACKENDS[other].why_not(self.name, inputs, **options)
-                if reason is None and named is not None:
-                    reason = f"{named} was asked for"
                 if reason is None and other == TRITON:
-                    compiled = self.compiler_fuses and torch.compiler.is_compiling()
-                    reason = "torch.compile fuses it itself" if compiled else self.slow(inputs)
-                if reason is None:
+                    reason = no_kernels
+                if reason is None and named is None:
                     reason = f"{name} serves it faster" if other in self.plain else "taken only when it is named"
-                reasons[other] = reason
+                reasons[other] = reason or f"{named} was asked for"
         return Choice(self.name, name, reasons)
 
     def _choose(self, inputs: Inputs, backend: str | None, options: dict[str, Any]) -> tuple[str, str | None]:
