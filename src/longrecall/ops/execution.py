@@ -10,7 +10,7 @@ not set. A variable of ours with an unknown value raises; one of another package
 |---|---|
 | LONGRECALL_BACKEND | the backend of every op, a name of `ops.BACKENDS`; not set: each call takes what serves it best |
 | LONGRECALL_GLUON | 0: no kernel in Gluon, the plain ones in Triton serve all; 1 or not set: wherever they can |
-| LONGRECALL_EARLY | 0: no programmatic dependent launch (ops/kernels/early.py); 1 or not set: wherever it is known |
+| LONGRECALL_EARLY | 0: no programmatic dependent launch of kernels; 1 or not set: on GPUs that have it |
 | TRITON_INTERPRET | Triton's: its kernels run on a CPU |
 | FLA_TILELANG | flash-linear-attention's: 0 leaves tilelang out |
 | CUDA_HOME, CUDA_PATH | the CUDA toolkit's: where nvcc is |

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from longrecall.ops.decoding.hopper import recurrence as decoding
 from longrecall.ops.decoding.triton.recurrence import Gate, recurrence
-from longrecall.ops.kernels.early import AHEAD, WAITING
+from longrecall.ops.kernels.dependent_launch import PREFETCHING, WAITING
 from tests.ops.decoding.test_triton_step import expected_step
 from tests.ops.gluon_emulation import install
 
@@ -70,7 +70,9 @@ def name_of(kind: tuple) -> str:
     return "delta_step_kernel" if kind[1] else "gated_step_kernel"
 
 
-@pytest.mark.parametrize(("K", "V", "early"), [(64, 64, 0), (64, 192, WAITING), (128, 128, AHEAD), (256, 64, AHEAD)])
+@pytest.mark.parametrize(
+    ("K", "V", "early"), [(64, 64, 0), (64, 192, WAITING), (128, 128, PREFETCHING), (256, 64, PREFETCHING)]
+)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_emulated(kind: tuple, K: int, V: int, early: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = install(monkeypatch, early)
@@ -81,7 +83,7 @@ def test_emulated(kind: tuple, K: int, V: int, early: int, monkeypatch: pytest.M
 def test_more_chunks_than_the_ring_has(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk, ring, _ = decoding.chunks(256, 128)
     assert 256 // chunk > ring
-    ran = install(monkeypatch, AHEAD)
+    ran = install(monkeypatch, PREFETCHING)
     check(*a_step(*KINDS[0], 1, 256, 128, "cpu"))
     assert ran == ["gated_step_kernel"]
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrecall.ops.kernels.early import CONSTANT
+from longrecall.ops.kernels.dependent_launch import CONSTANT
 from tests.ops.gluon_emulation.hazards import Hazard, Names
 from tests.ops.gluon_emulation.language import language
 from tests.ops.gluon_emulation.memory import NOBODY, Chain, Memory, Pointer
@@ -50,7 +50,7 @@ def load(name: str) -> Any:
 
 
 def execute(source: str, early: int = 0) -> Any:
-    """The same from its text, launched early or not (see longrecall/ops/kernels/early.py)."""
+    """The same from its text, launched early or not (see longrecall/ops/kernels/dependent_launch.py)."""
     return _Machine(early).execute(source, "<emulated>")
 
 

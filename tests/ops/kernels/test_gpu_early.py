@@ -13,12 +13,12 @@ pytest.importorskip("triton")
 from longrecall.ops.decoding.triton.products import add_product, norm_and_gate_up
 from longrecall.ops.decoding.triton.recurrence import Gate, recurrence
 from longrecall.ops.execution import prefetching
-from longrecall.ops.kernels import early as dependent
+from longrecall.ops.kernels import dependent_launch
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not dependent.serves(torch.cuda.current_device()),
+        not torch.cuda.is_available() or not dependent_launch.serves(torch.cuda.current_device()),
         reason="needs a GPU with dependent launches",
     ),
 ]

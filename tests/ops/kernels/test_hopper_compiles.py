@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from longrecall.ops.decoding.hopper import recurrence as decoding
 from longrecall.ops.kernels import hopper
-from longrecall.ops.kernels.early import AHEAD
+from longrecall.ops.kernels.dependent_launch import PREFETCHING
 
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that a program can have on Hopper."""
@@ -135,7 +135,7 @@ def test_step(gate: int, delta: bool, K: int, V: int) -> None:
     width = decoding.width(K, V, delta=delta)
     constants = {
         "HEADS": 8, "KEY_HEADS": 4, "SHARE": 2, "VALUE_HEADS": 4, "K": K, "V": V, "GATE": gate,
-        "NORMALISE": delta, "SKIP": True, "BV": width, "ROWS": decoding.ROWS, "EARLY": AHEAD,
+        "NORMALISE": delta, "SKIP": True, "BV": width, "ROWS": decoding.ROWS, "EARLY": PREFETCHING,
     }  # fmt: skip
     if delta:
         warps = decoding.delta_warps(K, width)

@@ -11,8 +11,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from longrecall.ops.execution import prefetching  # noqa: E402
-from longrecall.ops.kernels import early as dependent  # noqa: E402
-from longrecall.ops.kernels import launch  # noqa: E402
+from longrecall.ops.kernels import dependent_launch, launch  # noqa: E402
 
 
 def scaled(x, out, size, factor, BLOCK: tl.constexpr, EXTRA: tl.constexpr = 3):  # type: ignore[no-untyped-def]
@@ -173,21 +172,21 @@ def test_early_launches(capability: tuple[int, int], early: bool, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: f"stream {device}", raising=False)
     monkeypatch.setattr(torch.version, "hip", None)
-    dependent.serves.cache_clear()
+    dependent_launch.serves.cache_clear()
     x = torch.zeros(64)
     for _ in range(2):
         kernel[(4,)](x, x, 64, 0.5, BLOCK=64)
         with prefetching():
             kernel[(4,)](x, x, 64, 0.5, BLOCK=64)
-    dependent.serves.cache_clear()
-    options = [{"EARLY": dependent.WAITING}, {"EARLY": dependent.AHEAD}] if early else [{}, {}]
+    dependent_launch.serves.cache_clear()
+    options = [{"EARLY": dependent_launch.WAITING}, {"EARLY": dependent_launch.PREFETCHING}] if early else [{}, {}]
     assert made == [{"BLOCK": 64, **one, **({"launch_pdl": True} if early else {})} for one in options]
     values = [values for _, values in kernel.remembered.values()]
     assert values == [(64, one.get("EARLY", 0)) for one in options]
 
 
 def test_early_launches_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dependent, "serves", lambda device: True)
-    assert dependent.options(0, ahead=False) == {"EARLY": dependent.WAITING, "launch_pdl": True}
-    monkeypatch.setenv(dependent.SWITCH, "0")
-    assert dependent.options(0, ahead=True) == {}
+    monkeypatch.setattr(dependent_launch, "serves", lambda device: True)
+    assert dependent_launch.options(0, prefetch=False) == {"EARLY": dependent_launch.WAITING, "launch_pdl": True}
+    monkeypatch.setenv(dependent_launch.SWITCH, "0")
+    assert dependent_launch.options(0, prefetch=True) == {}

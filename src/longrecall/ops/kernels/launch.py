@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longrecall.ops.execution import interpreting_triton, may_prefetch
-from longrecall.ops.kernels import early as dependent
+from longrecall.ops.kernels import dependent_launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -174,7 +174,7 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
         super().__init__(function, **options)
         self.places: dict[tuple[type, ...], tuple[Any, Any]] = {}
         self.remembered: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
-        self.early = dependent.CONSTANT in self.arg_names
+        self.early = dependent_launch.CONSTANT in self.arg_names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return functools.partial(self.launch, grid)
@@ -188,8 +188,8 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
         tensors, integers = places[0](args), places[1](args)
         kind = [(x.dtype, x.data_ptr() % 16) for x in tensors]
         device = torch.cuda.current_device()
-        ahead = self.early and may_prefetch()
-        key = (types, integers, *kind, *constants.items(), device, ahead)
+        prefetch = self.early and may_prefetch()
+        key = (types, integers, *kind, *constants.items(), device, prefetch)
         found = self.remembered.get(key)
         if found is not None:
             compiled, values = found
@@ -198,7 +198,7 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
         if len(self.remembered) >= MOST_KINDS:
             self.remembered.clear()
         if self.early:
-            constants |= dependent.options(device, ahead=ahead)
+            constants |= dependent_launch.options(device, prefetch=prefetch)
         compiled = self.run(*args, grid=grid, warmup=False, **constants)
         rest = [self.signature.parameters[name] for name in self.arg_names[len(args) :]]
         values = tuple(constants.get(one.name, one.default) for one in rest)

@@ -111,13 +111,13 @@ def why_not(k: Tensor, v: Tensor) -> str | None:
 
 
 def pair_products(k: Tensor, v: Tensor) -> Tensor:
-    """`ops.head_products.pair_products`."""
+    """`ops.convolution.head_products.pair_products`."""
     size = k.shape[-1] ** 2
     return cast(Tensor, _Pairs.apply(pair_products_kernel, pair_gradients_kernel, size, k.contiguous(), v.contiguous()))
 
 
 def read_pairs(q: Tensor, y: Tensor) -> Tensor:
-    """`ops.head_products.read_pairs`."""
+    """`ops.convolution.head_products.read_pairs`."""
     return cast(
         Tensor, _Pairs.apply(read_pairs_kernel, read_gradients_kernel, q.shape[-1], q.contiguous(), y.contiguous())
     )

@@ -91,7 +91,7 @@ def why_not(decay: Tensor, write: Tensor, **_: Any) -> str | None:
 
 
 def delta_gates(decay: Tensor, write: Tensor, log_rate: Tensor, bias: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """See `ops.gates.delta_gates`."""
+    """See `ops.delta_rule.gates.delta_gates`."""
     heads = decay.shape[-1]
     # Rows of a wider projection are read where they lie.
     rows = [x if x.stride(1) == 1 else x.contiguous() for x in (y.reshape(-1, heads) for y in (decay, write))]

@@ -88,7 +88,7 @@ def why_not(reads: Tensor, first: Tensor, r: Tensor, k: Tensor, v: Tensor, bonus
 
 
 def add_bonus(reads: Tensor, first: Tensor, r: Tensor, k: Tensor, v: Tensor, bonus: Tensor) -> Tensor:
-    """`ops.bonus_attention.add_bonus`."""
+    """`ops.linear_attention.bonus.add_bonus`."""
     return cast(Tensor, _AddBonus.apply(*(x.contiguous() for x in (reads, first, r, k, v, bonus))))
 
 

@@ -87,7 +87,7 @@ def why_not(values: Tensor, step: Tensor, skip: Tensor) -> str | None:
 def stepped_values(
     values: Tensor, step: Tensor, skip: Tensor, attend: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """`ops.state_space.stepped_values`."""
+    """`ops.linear_attention.stepped_values.stepped_values`."""
     width = values.shape[3]
     even = values.shape[0] == 1 or values.stride(0) == values.shape[1] * values.stride(1)
     values = values if even and values.stride()[2:] == (width, 1) else values.contiguous()

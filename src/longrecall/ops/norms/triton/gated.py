@@ -153,7 +153,7 @@ def why_not(gate: Tensor, up: Tensor) -> str | None:
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, kind: str, dtype: torch.dtype, groups: int = 1
 ) -> Tensor:
-    """The norm of x times its gate; see `ops.normalisation.gated_rms_norm`. `kind` is one of `GATES`."""
+    """The norm of x times its gate; see `ops.norms.op.gated_rms_norm`. `kind` is one of `GATES`."""
     return _gated_norm(x, gate, weight, None, eps, kind, dtype, groups).view(x.shape)
 
 

@@ -105,7 +105,7 @@ def why_not(x: Tensor, weight: Tensor, groups: int = 1, update: Tensor | None = 
 def add_rms_norm(
     x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, groups: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """The sum of x and `update`, and its norm in `dtype`; see `ops.normalisation.add_rms_norm`."""
+    """The sum of x and `update`, and its norm in `dtype`; see `ops.norms.op.add_rms_norm`."""
     shape, width = x.shape, x.shape[-1]
     inputs = [None if t is None else t.reshape(-1, width).contiguous() for t in (x, update)]
     gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, update, weight))

@@ -84,7 +84,7 @@ def why_not(table: Tensor, ids: Tensor) -> str | None:
 
 
 def look_up(ids: Tensor, table: Tensor) -> Tensor:
-    """`ops.embedding.look_up`."""
+    """`ops.projections.embedding.look_up`."""
     return cast(Tensor, _LookUp.apply(ids, table))
 
 

@@ -59,7 +59,7 @@ def why_not(
 
 
 def best_chunks(queries: Tensor, vectors: Tensor, finished: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The contract of `ops.retrieval.best_chunks` for bfloat16, float16 and float32; products are float32."""
+    """The contract of `ops.retrieval.op.best_chunks` for bfloat16, float16 and float32; products are float32."""
     chunks, scores = _BestChunks.apply(queries, vectors, finished, count)
     return chunks, scores
 
@@ -101,7 +101,7 @@ def choose_chunks(
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, chunks: Tensor, weights: Tensor | None, chunk: int, scale: float
 ) -> Tensor:
-    """The contract of `reference_retrieval.selected_attention`; q, k, v of one dtype, the softmax is float32.
+    """The contract of `ops.retrieval.reference.selected_attention`; q, k, v of one dtype, the softmax is float32.
 
     Products round their operands to that dtype (launch.py says how).
     """

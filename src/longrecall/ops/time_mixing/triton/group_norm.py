@@ -92,7 +92,7 @@ def why_not(x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor) -> str | None
 
 
 def gated_group_norm(x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """`ops.time_mixing.gated_group_norm`."""
+    """`ops.time_mixing.op.gated_group_norm`."""
     return cast(Tensor, _GatedGroupNorm.apply(eps, dtype, *(y.contiguous() for y in (x, gate, weight, bias))))
 
 

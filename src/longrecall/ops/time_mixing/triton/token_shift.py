@@ -104,7 +104,7 @@ def why_not(x: Tensor, shares: Tensor) -> str | None:
 
 
 def mix_with_previous(x: Tensor, shares: Tensor) -> tuple[Tensor, ...]:
-    """`ops.time_mixing.mix_with_previous`."""
+    """`ops.time_mixing.op.mix_with_previous`."""
     return cast(tuple[Tensor, ...], _Mix.apply(x.contiguous(), shares.contiguous()))
 
 
