@@ -54,8 +54,8 @@ def selected_attention(
     """Softmax attention of every query over the tokens of the chunks chosen for it.
 
     Source: RESONA, section 3.1 and algorithm 3; `weights` and their null chunk are ours, see
-    `reference.selected_attention` for the formula. Time is O(T * C * chunk), memory O(T * C + S): nothing of a size with
-    `chunk` is kept for the backward pass, which forms it again. It cannot be differentiated twice.
+    `reference.selected_attention` for the formula. Time is O(T * C * chunk), memory O(T * C + S): nothing of a size
+    with `chunk` is kept for the backward pass, which forms it again. It cannot be differentiated twice.
 
     Args:
         q: ``[B, T, H, P]``.

@@ -82,7 +82,7 @@ def why_not(rate: Tensor, angle: Tensor, gain: Tensor) -> str | None:
 
 
 def taps(rate: Tensor, angle: Tensor, gain: Tensor, length: int) -> Tensor:
-    """`ops.convolution.diagonal.diagonal_taps` in float32: rate, angle ``[H, M]``, gain ``[H, M, 2]`` -> ``[H, length]``."""
+    """`diagonal.diagonal_taps` in float32: rate, angle ``[H, M]``, gain ``[H, M, 2]`` -> ``[H, length]``."""
     return cast(Tensor, _Taps.apply(length, *(x.float().contiguous() for x in (rate, angle, gain))))
 
 

@@ -84,7 +84,7 @@ def subhead_delta_rule(
     state: Tensor,
     weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The contract of `ops.delta_rule.subheads.subhead_delta_rule`; repeated values and subhead outputs are not stored."""
+    """The contract of `subheads.subhead_delta_rule`; repeated values and subhead outputs are not stored."""
     keys, values = state.shape[2:]
     more_keys, more_values = built_width(keys) - keys, built_width(values) - values
     if more_keys or more_values:
