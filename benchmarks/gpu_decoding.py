@@ -5,7 +5,7 @@
 Times are medians of CUDA events. The recurrence kernels go round states of 64 MiB or more, 512 MiB in all as of several
 layers, so that none is in the L2 cache when its turn comes; "share" is state bytes read and written per second over the
 copy rate, measured over 4 GiB; "ahead_ms" and "ahead_share" are those of launches that may read states while the kernel
-before is at work, as in a model's step (ops/ahead.py); "copy_ms" is what torch takes to copy such a state to another
+before is at work, as in a step (ops/execution.py); "copy_ms" is what torch takes to copy such a state to another
 place, in the same way. A model's step is what `generate()` replays for every token; tokens per second include the
 choice of the token.
 """
@@ -25,7 +25,7 @@ import torch
 from longrecall.inference.reading import captured_segments, captured_step, read_prompt
 from longrecall.models.description import read_description
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.ops.ahead import reading_ahead
+from longrecall.ops.execution import prefetching
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_timing import Rows, copy_rate, median_ms, replayed_ms
@@ -77,7 +77,7 @@ def kernels(rows: Rows) -> None:
                     recurrence(q, k, v, next(turns), gate, **given)
 
                 milliseconds = replayed_ms(step)
-                with reading_ahead():
+                with prefetching():
                     ahead = replayed_ms(step)
                 copies = itertools.cycle([torch.empty_like(state) for state in states])
                 return {

@@ -158,7 +158,7 @@ def delta_layers(rows: Rows, args: argparse.Namespace) -> None:
 
     os.environ["FLA_FLASH_QLA"] = "0"
     for name in peers.PEERS:
-        rows.add(f"backend {name}", reason=peers.unavailable(name))
+        rows.add(f"backend {name}", reason=peers.why_not_here(name))
     gpu_peer_kernels.shorter_tuning()
     gpu_peers.beside(rows, lambda: 600.0, factors=(1, 2, 4, 8, 16))
 

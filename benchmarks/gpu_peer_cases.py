@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrecall.ops import dispatch, peers
+from longrecall.ops import gated_delta_rule, gated_linear_attention, peers
 from longrecall.ops.delta_rule.subheads import subhead_delta_rule
 
 OPS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "gated_delta_rule": dispatch.gated_delta_rule,
-    "gated_linear_attention": dispatch.gated_linear_attention,
+    "gated_delta_rule": gated_delta_rule,
+    "gated_linear_attention": gated_linear_attention,
     "subhead_delta_rule": subhead_delta_rule,
 }
 LAYERS = (1, 8)
@@ -72,8 +72,7 @@ class Case:
     def call(self, tensors: dict[str, Tensor], backend: str | None) -> tuple[Tensor, Tensor]:
         """Outputs and final state; backend None = ours."""
         log_decay = tensors.get("log_decay")
-        with peers.left_out():
-            return OPS[self.op](**{**tensors, "log_decay": log_decay}, backend=backend)
+        return OPS[self.op](**{**tensors, "log_decay": log_decay}, backend=backend)
 
 
 DELTA, LINEAR = "gated_delta_rule", "gated_linear_attention"
@@ -127,5 +126,5 @@ def layer_step(factor: int, backend: str, gradients: bool) -> Callable[[], Any]:
 def served(case: Case) -> list[str]:
     """Peers that run here and know the op."""
     rule = DELTA if case.op == "subhead_delta_rule" else case.op
-    here = {name: peer for name, peer in peers.PEERS.items() if peers.unavailable(name) is None}
+    here = {name: peer for name, peer in peers.PEERS.items() if peers.why_not_here(name) is None}
     return [name for name, peer in here.items() if (rule, case.decay) in peer.functions]

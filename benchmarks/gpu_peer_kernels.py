@@ -46,7 +46,7 @@ def to_compile(wanted: list[int]) -> list[tuple[str, str, int]]:
             first += [(n, "fla", shard) for shard in range(SHARDS)]
         if "flash_qla" in backends:
             (first if new else rest).append((n, "flash_qla", 0))
-    here = [name for name in LAYER_PEERS if peers.unavailable(name) is None]
+    here = [name for name in LAYER_PEERS if peers.why_not_here(name) is None]
     for name, factor in itertools.product(here, LAYERS):
         rest += [(f"E={factor}", name, shard) for shard in range(SHARDS if name == "fla" else 1)]
     return [*first, *((str(n), "ours", 0) for n in wanted), *rest]

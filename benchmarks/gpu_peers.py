@@ -1,21 +1,20 @@
-"""Our kernels beside those of other packages on one GPU, through the backends that dispatch would choose from.
+"""Our kernels beside those of other packages on one GPU, through the same public ops.
 
     python benchmarks/gpu_peers.py --out benchmarks/results/gpu_peers.json
     python benchmarks/gpu_peers.py --only "rule, decay head" --out result.json
-    python benchmarks/gpu_peers.py --table benchmarks/results/gpu_peers.json     # the rows of ops/peers.MEASURED
 
 Every time includes what our contract costs a peer: rounding, repeated keys, initial and final states. bfloat16, medians
 of CUDA events; peaks count what is allocated before. Errors are relative, against the step-by-step definition in
-float64 on shorter sequences. "ours" is what dispatch takes without peers. fla runs its own kernels (FLA_FLASH_QLA=0).
-Kernels are compiled first (gpu_peer_kernels.py). TileLang takes half a minute for a backward, so `--compile-only` does
-that alone, before a run with `--compile-seconds 0`. What fails or takes too long is a row with its error.
+float64 on shorter sequences. "ours" is what a call takes that names no backend. fla runs its own kernels
+(FLA_FLASH_QLA=0). Kernels are compiled first (gpu_peer_kernels.py). TileLang takes half a minute for a backward, so
+`--compile-only` does that alone, before a run with `--compile-seconds 0`. What fails or takes too long is a row with
+its error.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import signal
 import sys
@@ -37,11 +36,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpu_peer_cases import CASES, LAYERS, Case, served, step
 from gpu_peer_kernels import compile_all, cores, shorter_tuning
 from gpu_timing import Rows, median_ms, peak_gib
-
-SLACK = 2.0
-"""A peer whose error is at most this many times ours is as good ..."""
-GOOD = 0.01
-"""... and so is one with an error of at most this: bfloat16 keeps 8 bits."""
 
 
 class TooSlow(Exception):
@@ -68,7 +62,7 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def timing(case: Case, backend: str | None, gradients: bool, seconds: float) -> dict[str, Any]:
-    """Median milliseconds and peak GiB, with what `table` needs to know of the call."""
+    """Median milliseconds and peak GiB, with what is to know of the call."""
     with at_most(seconds):
         work = step(case, backend, gradients)
         values = {"ms": median_ms(work, repeats=15, warmup=3), "peak_gib": peak_gib(work)}
@@ -76,7 +70,7 @@ def timing(case: Case, backend: str | None, gradients: bool, seconds: float) -> 
 
 
 def facts(case: Case) -> dict[str, Any]:
-    """The case as `ops/peers.describe` sees it."""
+    """What a row says of its case."""
     sharing = case.subheads if case.op == "subhead_delta_rule" else case.heads // case.key_heads
     return {"case": asdict(case), "dtype": "bfloat16", "sharing": sharing, "states": case.rows * case.heads}
 
@@ -178,57 +172,15 @@ def beside(rows: Rows, left: Callable[[], float], factors: tuple[int, ...] = (1,
             gpu_delta.layers(rows, (8, 4096), [factor], others=LAYERS)
 
 
-def table(result: dict[str, Any]) -> list[str]:
-    """The lines of `ops/peers.MEASURED` that a recorded run stands for."""
-    times: dict[tuple[Any, ...], dict[str, float]] = {}
-    errors: dict[tuple[Any, ...], float] = {}
-    for row in result["rows"]:
-        if "case" not in row:
-            continue
-        c = row["case"]
-        kind = (c["op"], c["decay"], row["dtype"], c["key_width"], c["value_width"], row["sharing"], row["gradients"])
-        if "ms" in row:
-            times.setdefault((*kind, row["states"], c["length"]), {})[row["backend"]] = row["ms"]
-        else:
-            key, error = (*kind, row["backend"]), row["worst"]
-            errors[key] = max(errors.get(key, 0.0), error if error == error else float("inf"))
-    winners: dict[tuple[Any, ...], tuple[str, ...]] = {}
-    for key, found in times.items():
-        kind, ours = key[:7], found.get("ours")
-        if ours is not None:
-            limit = max(GOOD, SLACK * errors.get((*kind, "ours"), 0.0))
-            right = {name for name in found if errors.get((*kind, name), float("inf")) <= limit}
-            fast = [name for name in sorted(found, key=lambda name: found[name]) if found[name] <= peers.MARGIN * ours]
-            winners[key] = tuple(name for name in fast if name in right)
-    lines = []
-    for key, names in winners.items():
-        # Where no peer ever wins, no row is needed; elsewhere those where we win hold them back.
-        if any(won for other, won in winners.items() if other[:7] == key[:7]):
-            op, decay, dtype, *numbers = key
-            shown = ", ".join(map(repr, numbers))
-            lines.append(
-                f"    Measured({json.dumps(op)}, {json.dumps(decay)}, torch.{dtype}, {shown}, {_tuple(names)}),"
-            )
-    return lines
-
-
-def _tuple(names: tuple[str, ...]) -> str:
-    return "(" + ", ".join(map(json.dumps, names)) + ("," if len(names) == 1 else "") + ")"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path, help="print the table of a recorded run, measure nothing")
     parser.add_argument("--seconds", type=float, default=115.0, help="end after so many [%(default)s]")
     parser.add_argument("--compile-seconds", type=float, default=55.0, help="of them for compiling [%(default)s]")
     parser.add_argument("--processes", type=int, default=cores(), help="that compile [%(default)s]")
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose names contain one of these [all]")
     parser.add_argument("--compile-only", action="store_true", help="fill the caches on disk, measure nothing")
     args = parser.parse_args()
-    if args.table is not None:
-        print("\n".join(table(json.loads(args.table.read_text()))))
-        return
     os.environ["FLA_FLASH_QLA"] = "0"
     deadline = time.monotonic() + args.seconds
     wanted = [n for n, case in enumerate(CASES) if any(part in case.name for part in args.only)]
@@ -239,9 +191,8 @@ def main() -> None:
     shorter_tuning()
     rows = Rows("gpu_peers", args.out)
     for name in peers.PEERS:
-        rows.add(f"backend {name}", reason=peers.unavailable(name))
+        rows.add(f"backend {name}", reason=peers.why_not_here(name))
     measure(rows, [CASES[n] for n in wanted], deadline)
-    print("\n".join(table(rows.result)))
 
 
 if __name__ == "__main__":

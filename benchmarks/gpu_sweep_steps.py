@@ -21,11 +21,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import multiprocessing
 
-from longrecall.ops.norms import op as normalisation
+from longrecall.ops.backends import Op
 from longrecall.sweep.examples import draw_examples
 from longrecall.sweep.grid import RunSpec, runs_of
 from longrecall.sweep.recipe import SweepRecipe
@@ -46,7 +47,7 @@ SWITCHED = frozenset(
         "stepped_values",
     }
 )  # fmt: skip
-"""Ops of small models as `ops.normalisation.declines` knows them."""
+"""Ops of small models as `ops/backends.py` knows them."""
 
 STEPS = 20
 
@@ -69,16 +70,13 @@ def spec_of(mixer: str, length: int, width: int) -> RunSpec:
 @contextmanager
 def left_to_torch(ops: frozenset[str]) -> Iterator[None]:
     """Calls that may choose take plain torch for these ops; a step recorded inside keeps that."""
-    right = normalisation.declines
+    right = Op.on_kernels
 
-    def declines(op: str, tensors: dict[str, Any], **options: Any) -> str | None:
-        return "measured without its kernel" if op in ops else right(op, tensors, **options)
+    def on_kernels(op: Op, inputs: dict[str, Any], backend: str | None = None, **options: Any) -> bool:
+        return op.name not in ops and right(op, inputs, backend, **options)
 
-    normalisation.declines = declines
-    try:
+    with mock.patch.object(Op, "on_kernels", on_kernels):
         yield
-    finally:
-        normalisation.declines = right
 
 
 def recorded(spec: RunSpec, ops: frozenset[str]) -> ModelRun:

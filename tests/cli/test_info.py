@@ -9,8 +9,7 @@ import torch
 
 from longrecall.cli.info import backends_as_text, describe_backends
 from longrecall.cli.main import main
-from longrecall.ops import BACKENDS
-from longrecall.ops.kernels import backend as triton
+from longrecall.ops import BACKENDS, backends
 
 
 def test_backends_are_listed_with_their_reasons(
@@ -18,16 +17,16 @@ def test_backends_are_listed_with_their_reasons(
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(triton, "_INSTALLED", True)
+    monkeypatch.setattr(backends, "_INSTALLED", True)
     assert main(["info", "--backends", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert list(rows) == list(BACKENDS)
     assert rows["chunked"]["usable"] and rows["chunked"]["reason"] is None
     assert not rows["triton"]["usable"] and rows["triton"]["reason"] == "there is no CUDA device"
     # Every op that has a module of kernels, once.
-    assert rows["triton"]["ops"] == sorted(triton.MODULES)
+    assert rows["triton"]["ops"] == sorted(name for name, op in backends.OPS.items() if op.kernels)
     assert {"gated_delta_rule", "silu_product", "look_up", "stepped_values"} < set(rows["triton"]["ops"])
-    monkeypatch.setattr(triton, "_INSTALLED", False)
+    monkeypatch.setattr(backends, "_INSTALLED", False)
     assert main(["info", "--backends"]) == 0
     assert 'not usable: Triton is not installed; pip install "triton>=' in capsys.readouterr().out
 
@@ -36,12 +35,12 @@ def test_plain_kernels_say_why_those_for_hopper_do_not_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(triton, "unavailable", lambda: None)
-    monkeypatch.setattr(triton, "without_gluon", lambda: "LONGRECALL_GLUON is 0")
-    backends = describe_backends()
+    monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
+    monkeypatch.setattr(backends, "why_no_gluon", lambda: "LONGRECALL_GLUON is 0")
+    found = describe_backends()
     monkeypatch.undo()
-    assert [row["name"] for row in backends if "without_gluon" in row] == ["triton"]
-    (row,) = (row for row in backends if row["name"] == "triton")
+    assert [row["name"] for row in found if "without_gluon" in row] == ["triton"]
+    (row,) = (row for row in found if row["name"] == "triton")
     said = backends_as_text([row | {"usable": True}])
     assert said.endswith("triton runs without its kernels for Hopper: LONGRECALL_GLUON is 0")
     for other in ({"without_gluon": None, "usable": True}, {"usable": False}):
@@ -50,9 +49,9 @@ def test_plain_kernels_say_why_those_for_hopper_do_not_run(
 
 def test_why_gluon_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order in which a user can do something about it; the last word is that of the package itself."""
-    monkeypatch.setattr(triton, "unavailable", lambda: "there is no CUDA device")
-    assert triton.without_gluon() == "there is no CUDA device"
-    monkeypatch.setattr(triton, "unavailable", lambda: None)
+    monkeypatch.setattr(backends, "why_no_kernels", lambda: "there is no CUDA device")
+    assert backends.why_no_gluon() == "there is no CUDA device"
+    monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
     pytest.importorskip("triton")
     from longrecall.ops.kernels import hopper
 
@@ -61,24 +60,24 @@ def test_why_gluon_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "interpreting", lambda: False)
     monkeypatch.setattr(hopper, "other_triton", lambda: None)
     monkeypatch.delenv(hopper.SWITCH, raising=False)
-    assert triton.without_gluon() == "the kernels in Gluon are for compute capability 9.0, not 8.0"
+    assert backends.why_no_gluon() == "the kernels in Gluon are for compute capability 9.0, not 8.0"
     monkeypatch.setenv(hopper.SWITCH, "0")
-    assert triton.without_gluon() == "LONGRECALL_GLUON is 0"
+    assert backends.why_no_gluon() == "LONGRECALL_GLUON is 0"
 
 
 def test_old_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(triton, "_INSTALLED", True)
+    monkeypatch.setattr(backends, "_INSTALLED", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert triton.unavailable() == "the GPU has compute capability 7.5; 8.0 or later is needed"
+    assert backends.why_no_kernels() == "the GPU has compute capability 7.5; 8.0 or later is needed"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert triton.unavailable() is None
+    assert backends.why_no_kernels() is None
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [([], "name a checkpoint (CKPT), or ask for --backends"), (["--backends", "here/"], "leave one of the two away")],
+    [([], "name a checkpoint (CKPT), or ask for --backends"), (["--backends", "here/"], "here/")],
 )
 def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", *words]) == 2

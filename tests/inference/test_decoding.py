@@ -18,11 +18,11 @@ from longrecall.inference.generation import decode
 from longrecall.inference.reading import read_prompt, why_no_segments
 from longrecall.inference.segments import EAGER_FIRST, CapturedSegments, Kind, StateBlocks
 from longrecall.inference.step import DecodingStep
-from longrecall.layers.recording import fixed_shapes
 from longrecall.layers.stepping.step import PlainStep, StepSettings
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
 from longrecall.models.state import RecurrentState
+from longrecall.ops.execution import fixed_shapes
 from tests.conftest import MIXERS
 
 FIXED = [

@@ -1,7 +1,8 @@
 """Kernels that are launched while the one before is at work: what they use before they have waited for it.
 
 Triton's interpreter runs one kernel after the other, so nothing goes wrong there. Here it says what a kernel reads and
-writes, and when it waits: see longrecall/ops/kernels/early.py. What torch writes between two kernels counts as well.
+writes, and when it waits: see longrecall/ops/kernels/dependent_launch.py. What torch writes between two kernels counts
+as well.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from triton.runtime.interpreter import InterpreterBuilder
 from longrecall.inference.step import DecodingStep
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.ops.ahead import is_promised
 from longrecall.ops.decoding.triton import attention as attention_decoding
 from longrecall.ops.decoding.triton import elementwise as decoding
 from longrecall.ops.decoding.triton import products as small_products
 from longrecall.ops.decoding.triton import recurrence as decoding_recurrence
 from longrecall.ops.decoding.triton import retrieval as retrieval_decoding
-from longrecall.ops.kernels import early as dependent
+from longrecall.ops.execution import may_prefetch
+from longrecall.ops.kernels import dependent_launch
 from tests.conftest import MIXERS
 
 MODULES = (attention_decoding, decoding, decoding_recurrence, retrieval_decoding, small_products)
@@ -77,7 +78,7 @@ class Watch:
         self.launches.add(name)
         self.before = np.concatenate([*self.written, np.zeros(0, np.int64)])
         self.written, self.running = [], True
-        early = self.early if is_promised() else min(self.early, dependent.WAITING)
+        early = self.early if may_prefetch() else min(self.early, dependent_launch.WAITING)
         kernel[grid](*args, **constants, EARLY=early)
         self.end()
         self.by_torch, self.running = [], False
@@ -98,7 +99,7 @@ class Watch:
 
     def read(self, addresses: np.ndarray) -> None:
         if self.waiting and addresses.size:
-            assert self.early == dependent.AHEAD, "read before the kernel before has ended"
+            assert self.early == dependent_launch.PREFETCHING, "read before the kernel before has ended"
             self.ahead += 1
             assert within(addresses, self.owned).all(), "what is read ahead is neither a weight nor a state"
             assert not np.isin(addresses, self.before).any(), "read ahead while the kernel before may still write it"
@@ -141,7 +142,7 @@ class Early:
 def early_kernels(module: Any) -> list[tuple[str, Any]]:
     """The kernels of a module that can be launched early, by name."""
     kernels = [(name, found) for name, found in vars(module).items() if name.endswith("_kernel")]
-    return [(name, found) for name, found in kernels if dependent.CONSTANT in found.arg_names]
+    return [(name, found) for name, found in kernels if dependent_launch.CONSTANT in found.arg_names]
 
 
 def watched(early: int, monkeypatch: pytest.MonkeyPatch) -> Watch:
@@ -150,8 +151,8 @@ def watched(early: int, monkeypatch: pytest.MonkeyPatch) -> Watch:
     for module in MODULES:
         for name, kernel in early_kernels(module):
             monkeypatch.setattr(module, name, Early(watch, name, kernel))
-    monkeypatch.setattr(dependent, "gdc_wait", watch.wait)
-    monkeypatch.setattr(dependent, "gdc_launch_dependents", watch.let_next)
+    monkeypatch.setattr(dependent_launch, "gdc_wait", watch.wait)
+    monkeypatch.setattr(dependent_launch, "gdc_launch_dependents", watch.let_next)
     builder = InterpreterBuilder
     set_place, load, store = builder.set_grid_idx, builder.create_masked_load, builder.create_masked_store
 
@@ -212,12 +213,12 @@ def uses(name: str, rows: int) -> set[str]:
 
 
 CASES = [
-    *[(name, 1, dependent.AHEAD, 100) for name in KERNELS],
-    ("gla_conv", 5, dependent.AHEAD, 100),
-    ("gla_conv", 1, dependent.AHEAD, 1),
-    ("retrieval", 5, dependent.AHEAD, 1),
-    ("gla_conv", 1, dependent.WAITING, 100),
-    ("retrieval", 1, dependent.WAITING, 100),
+    *[(name, 1, dependent_launch.PREFETCHING, 100) for name in KERNELS],
+    ("gla_conv", 5, dependent_launch.PREFETCHING, 100),
+    ("gla_conv", 1, dependent_launch.PREFETCHING, 1),
+    ("retrieval", 5, dependent_launch.PREFETCHING, 1),
+    ("gla_conv", 1, dependent_launch.WAITING, 100),
+    ("retrieval", 1, dependent_launch.WAITING, 100),
 ]
 """Mixer, rows, early, and multiprocessors: few programs read their states ahead."""
 
@@ -236,9 +237,9 @@ def test_what_steps_use_before_they_have_waited(
     watch = watched(early, monkeypatch)
     found = logits_of(model, rows, watch)
     assert watch.launches >= uses(name, rows)
-    assert watch.programs and (watch.ahead > 0) == (early == dependent.AHEAD)
+    assert watch.programs and (watch.ahead > 0) == (early == dependent_launch.PREFETCHING)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert not is_promised()
+    assert not may_prefetch()
 
 
 def test_every_kernel_is_watched() -> None:

@@ -13,11 +13,11 @@ from longrecall.inference.eligibility import why_no_room, why_no_step
 from longrecall.inference.reading import MOST_ROWS, captured_segments, read_captured, read_prompt
 from longrecall.inference.segments import EAGER_FIRST, CapturedSegments, Kind
 from longrecall.inference.step import DecodingStep
-from longrecall.layers.recording import fixed_shapes
 from longrecall.layers.retrieval import fused
 from longrecall.layers.retrieval.prompt_memory import PromptMemory
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
+from longrecall.ops.execution import fixed_shapes
 from tests.inference.test_decoding import NoValues
 from tests.inference.test_decoding_retrieval import CHUNK, model_of
 

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longrecall.cli.main import main
-from longrecall.layers.mixers.base import LayerState, unread_states
+from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.registry import mixer_config
 from longrecall.models.accounting import average_key_value_cache_size, key_value_cache_size
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.ops import diagonal_ssm, long_convolution
+from longrecall.ops.execution import unread_states
 
 HIDDEN = 6
 Array = NDArray[np.float64]

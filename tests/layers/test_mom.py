@@ -21,9 +21,9 @@ from longrecall.errors import UserError
 from longrecall.layers.mixers import mom
 from longrecall.layers.mixers.base import AUXILIARY_LOSS
 from longrecall.layers.mixers.registry import mixer_config
-from longrecall.layers.recording import fixed_shapes
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.ops.execution import fixed_shapes
 from longrecall.training.initial_states.zero import Zero
 from longrecall.training.segments import read_batch
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from longrecall.layers.recording import record, shapes_are_fixed
+from longrecall.layers.recording import record
+from longrecall.ops.execution import shapes_are_fixed
 
 CPU = torch.device("cpu")
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from longrecall.errors import UserError
-from longrecall.layers.mixers.base import states_are_unread, unread_states
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.losses import next_token_loss
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
+from longrecall.ops.execution import states_are_unread, unread_states
 from tests.conftest import MIXERS, RECURRENT
 
 # fp32 logits of magnitude 1 to 5 after four layers in another order of sums; the promise to users is 1e-4.

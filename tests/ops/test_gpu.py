@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from longrecall.ops import gated_linear_attention
+from tests.ops.linear_attention.test_triton_linear import CASES as LINEAR
+from tests.ops.linear_attention.test_triton_linear import errors, keep_wide, run
 from tests.ops.test_recurrences import CASES, make, outputs_and_gradients, relative_error
-from tests.ops.test_triton_linear import CASES as LINEAR
-from tests.ops.test_triton_linear import errors, keep_wide, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from longrecall import ops
 from longrecall.cli.main import main
 from longrecall.layers.mixers.registry import mixer_config
-from longrecall.layers.recording import fixed_shapes
-from longrecall.ops import dispatch, gated_delta_rule, peers, reference
+from longrecall.ops import gated_delta_rule, peers, reference
+from longrecall.ops.backends import OPS
 from longrecall.ops.delta_rule.subheads import subhead_delta_rule
 from longrecall.ops.shapes import repeat_heads
 
@@ -145,7 +146,7 @@ def test_a_peer_gets_what_it_expects(
     tensors = inputs(decay, groups, 128 if peer == "flash_qla" else WIDTH)
     if op == "gated_linear_attention":
         del tensors["beta"]
-    call, options = getattr(dispatch, op), {"scale": 0.3}
+    call, options = getattr(ops, op), {"scale": 0.3}
     found = results(call, tensors, backend=peer, **options)
     assert installed == [f"{peer}.{function}"]
     wanted = results(call, tensors, backend="reference", **options)
@@ -182,7 +183,7 @@ def test_layers_and_subheads_reach_a_peer_by_the_environment(
 
 
 def reason(peer: str, tensors: dict[str, Tensor | None], op: str = "gated_delta_rule") -> str:
-    return str(peers.declines(peer, op, {k: x for k, x in tensors.items() if k != "initial_state"}))
+    return str(peers.why_not(peer, op, {k: x for k, x in tensors.items() if k != "initial_state"}))
 
 
 def test_what_peers_decline(installed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,19 +236,19 @@ def test_gradients_that_triton_computes_wrongly(installed: list[str], monkeypatc
 
 
 def test_why_nothing_of_a_peer_runs_here(installed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert peers.unavailable("fla") is None and peers.unavailable("flash_qla") is None
+    assert peers.why_not_here("fla") is None and peers.why_not_here("flash_qla") is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
-    assert peers.unavailable("fla") is None
-    assert peers.unavailable("flash_qla") == "FlashQLA knows GPUs of compute capability 9.0, 10.0 and 10.3, not 8.9"
+    assert peers.why_not_here("fla") is None
+    assert peers.why_not_here("flash_qla") == "FlashQLA knows GPUs of compute capability 9.0, 10.0 and 10.3, not 8.9"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    assert "compute capability 7.5; 8.0 or later" in str(peers.unavailable("fla"))
+    assert "compute capability 7.5; 8.0 or later" in str(peers.why_not_here("fla"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert peers.unavailable("fla") == "there is no CUDA device"
+    assert peers.why_not_here("fla") == "there is no CUDA device"
     monkeypatch.setattr(peers, "_version", {"flash-linear-attention": "0.5.1", "flash-qla": "0.1.2"}.get)
-    assert peers.unavailable("fla") == "flash-linear-attention 0.5.1 is too old; 0.6 or later is needed"
-    assert "0.1.2 is too old; 0.1.3 or later" in str(peers.unavailable("flash_qla"))
+    assert peers.why_not_here("fla") == "flash-linear-attention 0.5.1 is too old; 0.6 or later is needed"
+    assert "0.1.2 is too old; 0.1.3 or later" in str(peers.why_not_here("flash_qla"))
     monkeypatch.setattr(peers, "_version", lambda name: None)
-    assert "is not installed; pip install flash-linear-attention" in str(peers.unavailable("fla"))
+    assert "is not installed; pip install flash-linear-attention" in str(peers.why_not_here("fla"))
 
 
 def test_a_package_that_does_not_import_is_a_reason(installed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,67 +259,6 @@ def test_a_package_that_does_not_import_is_a_reason(installed: list[str], monkey
     monkeypatch.setitem(sys.modules, "flash_qla", Broken("flash_qla"))
     text = "flash_qla.chunk_gated_delta_rule cannot be imported: ValueError: no such target"
     assert reason("flash_qla", inputs("head", width=128)) == text
-
-
-def row(length: int, *faster: str, **change: Any) -> peers.Measured:
-    sizes = {"op": "gated_delta_rule", "decay": "head", "dtype": torch.bfloat16, "key_width": 128, "value_width": 128}
-    shape = {"sharing": 1, "gradients": False, "states": ROWS * HEADS, "length": length}
-    return peers.Measured(**{**sizes, **shape, **change}, faster=faster)
-
-
-def chosen(tensors: dict[str, Tensor | None]) -> str | None:
-    return peers.faster("gated_delta_rule", {k: x for k, x in tensors.items() if k != "initial_state"})
-
-
-def test_the_table_decides(installed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = inputs("head", width=128)
-
-    def table(*rows: peers.Measured) -> None:
-        monkeypatch.setattr(peers, "MEASURED", rows)
-
-    assert chosen(tensors) is None  # whatever is recorded: nobody times 20 tokens
-    table(row(LENGTH, "flash_qla", "fla"))
-    assert chosen(tensors) == "flash_qla"
-    table(row(LENGTH, "flash_qla", "fla", key_width=64), row(LENGTH, "fla"))
-    assert chosen(tensors) == "fla"
-    table(row(LENGTH, "fla", gradients=True))
-    assert chosen(tensors) is None
-    assert chosen({**tensors, "v": tensors["v"].clone().requires_grad_()}) == "fla"
-    # The nearest shape speaks, and none that is far.
-    table(row(2 * LENGTH), row(4 * LENGTH, "fla"))
-    assert chosen(tensors) is None
-    table(row(4 * LENGTH, "fla"))
-    assert chosen(tensors) == "fla"
-    table(row(4 * LENGTH + 1, "fla"))
-    assert chosen(tensors) is None
-    table(row(LENGTH, "fla", states=8 * ROWS * HEADS))
-    assert chosen(tensors) is None
-    # The next one where the fastest declines.
-    table(row(LENGTH, "flash_qla", "fla"))
-    monkeypatch.setattr(peers, "_version", {**VERSIONS, "flash-qla": None}.get)
-    assert chosen(tensors) == "fla"
-    with fixed_shapes():
-        assert chosen(tensors) is None
-    monkeypatch.setattr(peers, "_capturing", lambda: True)
-    assert chosen(tensors) is None
-    monkeypatch.setattr(peers, "_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
-    assert chosen(tensors) is None
-
-
-def test_a_call_without_numbers_is_our_own(installed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "MEASURED", (row(LENGTH, "fla"),))
-    tensors = {name: x if x is None else x[:0] for name, x in inputs("head", width=128).items()}
-    assert chosen(tensors) is None
-
-
-def test_sharing_tells_layers_apart(installed: list[str]) -> None:
-    grouped = {k: x for k, x in inputs("head", groups=2).items() if k != "initial_state"}
-    assert peers.describe("gated_delta_rule", grouped).sharing == 2
-    subheads = {**inputs("head"), "v": inputs("head")["v"][:, :, :2]}
-    assert peers.describe("subhead_delta_rule", subheads).sharing == 2
-    assert peers.describe("subhead_delta_rule", {**subheads, "q": subheads["q"][:, :, :2]}).sharing == 0
-    assert peers.describe("subhead_delta_rule", subheads).states == ROWS * HEADS
 
 
 class Elsewhere:
@@ -333,16 +273,16 @@ class Elsewhere:
         return getattr(self.x, name)
 
 
-def test_dispatch_asks_the_table(installed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_is_taken_only_when_it_is_named(installed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {k: x for k, x in inputs("head", width=128).items() if k != "initial_state"}
-    there: dict[str, Any] = {**tensors, "v": Elsewhere(tensors["v"])}
-    assert dispatch.choose_backend(None, "gated_delta_rule", there).name == "triton"
-    monkeypatch.setattr(peers, "MEASURED", (row(LENGTH, "fla"),))
-    assert dispatch.choose_backend(None, "gated_delta_rule", there).name == "fla"
-    assert dispatch.choose_backend("triton", "gated_delta_rule", there).name == "triton"
-    assert dispatch.choose_backend(None, "gated_delta_rule", tensors).name == "chunked"
+    there: dict[str, Any] = {name: x if x is None else Elsewhere(x) for name, x in tensors.items()}
+    choose = OPS["gated_delta_rule"].chosen
+    assert choose(there) == "triton"
+    assert choose(there, "fla") == "fla" and choose(there, "triton") == "triton"
+    assert choose(tensors) == "chunked"
+    assert OPS["gated_delta_rule"].explain(there).why_not["fla"] == "taken only when it is named"
     monkeypatch.setenv("LONGRECALL_BACKEND", "chunked")
-    assert dispatch.choose_backend(None, "gated_delta_rule", there).name == "chunked"
+    assert choose(there) == "chunked" and choose(there, "flash_qla") == "flash_qla"
 
 
 def test_info_lists_them(installed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -355,12 +295,3 @@ def test_info_lists_them(installed: list[str], monkeypatch: pytest.MonkeyPatch, 
     assert "flash_qla usable FlashQLA's kernels" in text
     assert states["fla"] == "serves gated_delta_rule, gated_linear_attention"
     assert states["flash_qla"] == "serves gated_delta_rule"
-
-
-def test_the_recorded_table_fits_the_peers() -> None:
-    for row in peers.MEASURED:
-        rule = "gated_delta_rule" if row.op == "subhead_delta_rule" else row.op
-        assert row.states > 0 < row.length and row.dtype in peers.DTYPES
-        assert all((rule, row.decay) in peers.PEERS[name].functions for name in row.faster)
-    shapes = [(peers._kind(row), row.states, row.length) for row in peers.MEASURED]
-    assert len(set(shapes)) == len(shapes)

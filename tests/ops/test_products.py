@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from longrecall.ops import gated_linear_attention, products
-
-from .test_recurrences import make, outputs_and_gradients
+from tests.ops.test_recurrences import make, outputs_and_gradients
 
 # The ops whose chunked products may be bfloat16.
 CASES = ["no_decay", "head_decay", "grouped"]

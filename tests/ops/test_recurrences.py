@@ -19,7 +19,9 @@ from longrecall.ops import (
     merged_linear_attention,
     products,
 )
-from longrecall.ops.kernels import backend as triton
+from longrecall.ops.backends import why_no_kernels
+from longrecall.ops.delta_rule import chunked as chunked_delta
+from longrecall.ops.linear_attention import chunked as chunked_linear
 from longrecall.ops.packing import pack, unpack
 
 # Kernels do not know float64; test_triton_linear.py and test_gpu.py are theirs.
@@ -112,8 +114,12 @@ def test_backend_equals_reference_in_float64(case: str, backend: str, length: in
 
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("case", CASES)
-def test_backend_over_several_segments(case: str, backend: str) -> None:
-    op, inputs = make(case, 1100, torch.float64)
+def test_backend_over_several_segments(case: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chunks, two, and one that is not whole."""
+    monkeypatch.setattr(chunked_linear, "SEGMENT_CHUNKS_CPU", 2)
+    # Of the batch and the heads of `make`, with the wider of keys and values.
+    monkeypatch.setattr(chunked_delta, "SEGMENT_NUMBERS_CPU", 2 * B * H * chunked_linear.CHUNK * max(K, V))
+    op, inputs = make(case, 4 * chunked_linear.CHUNK + 3, torch.float64)
     expected = outputs_and_gradients(op, inputs, "reference")
     assert relative_error(outputs_and_gradients(op, inputs, backend), expected) < 1e-12
 
@@ -197,7 +203,7 @@ def test_poisoned_future_does_not_reach_the_past() -> None:
 @pytest.mark.parametrize("backend", ["reference", *FAST, "triton"])
 @pytest.mark.parametrize("case", ["head_decay", "gated_delta", "merged_head_decay"])
 def test_a_batch_without_rows_has_outputs_without_rows(case: str, backend: str) -> None:
-    if backend == "triton" and (reason := triton.unavailable()):
+    if backend == "triton" and (reason := why_no_kernels()):
         pytest.skip(reason)
     op, inputs = make(case, 20, torch.float32)
     inputs = [x if x.dim() == 2 else x[:0] for x in inputs]

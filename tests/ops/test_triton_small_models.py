@@ -16,7 +16,7 @@ from longrecall.ops.projections.embedding import look_up
 from longrecall.ops.projections.triton import embedding
 from longrecall.ops.time_mixing.op import gated_group_norm, mix_with_previous
 from longrecall.ops.time_mixing.triton import token_shift
-from tests.ops.test_triton_filters import TOLERANCE, interpreted, relative
+from tests.ops.convolution.test_triton_filters import TOLERANCE, interpreted, relative
 
 
 def pair_errors(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> dict[str, float]:
@@ -123,7 +123,7 @@ def test_pairs_are_numbered_by_an_int32() -> None:
     for rows, fits in ((2**29 - 1, True), (2**29, False)):
         heads, pairs = torch.zeros(1).expand(rows, 2), torch.zeros(1).expand(rows, 4)
         for other in (heads, pairs):
-            reason = head_products.declines(heads, other)
+            reason = head_products.why_not(heads, other)
             assert ("more than the kernels can number" in str(reason)) is not fits
 
 

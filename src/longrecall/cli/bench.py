@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from longrecall.models.state import RecurrentState
-    from longrecall.ops.dispatch import Backend
+    from longrecall.ops.backends import Backend
 
 HELP = "measure throughput of a checkpoint, or of the recurrences, on this machine"
 EXAMPLE = (
@@ -150,7 +150,7 @@ def bench_ops(args: argparse.Namespace, length: int) -> list[dict[str, Any]]:
 
 
 def _serves(backend: Backend, device: torch.device, op: str, inputs: dict[str, torch.Tensor | None]) -> bool:
-    return device.type == "cuda" and (backend.declines is None or backend.declines(op, inputs) is None)
+    return device.type == "cuda" and backend.why_not(op, inputs) is None
 
 
 def _op_step(

@@ -1,6 +1,6 @@
 """`longrecall info`: what a checkpoint, or the description of a model, is: layers, parameters, state, surgery.
 
-With --backends: which implementations of the recurrences can run here.
+With --backends: which implementations of the ops can run here, and with a checkpoint which of them each layer takes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backends",
         action="store_true",
-        help="instead: list the implementations of the recurrences, usable here or not",
+        help="instead: list the implementations of all ops, usable here or not; with CKPT what each layer would take",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -46,7 +46,10 @@ def run(args: argparse.Namespace) -> int:
     """Print the account of a checkpoint, return the exit code. Reads no weights."""
     if args.backends:
         if args.checkpoint is not None:
-            raise UserError("--backends is about this machine, not about a checkpoint; leave one of the two away")
+            from longrecall.inference import backend_report
+
+            print(backend_report.shown(args.checkpoint, as_json=args.json))
+            return 0
         backends = describe_backends()
         print(json.dumps(backends, indent=2) if args.json else backends_as_text(backends))
         return 0
@@ -116,15 +119,15 @@ def describe_backends() -> list[dict[str, Any]]:
     Of "triton" also `without_gluon`: why its kernels for Hopper leave everything to the plain ones; None = they do not.
     """
     from longrecall.ops import BACKENDS
-    from longrecall.ops.kernels.backend import without_gluon
+    from longrecall.ops.backends import why_no_gluon
 
     found = []
     for backend in BACKENDS.values():
-        reason = None if backend.unavailable is None else backend.unavailable()
+        reason = backend.why_not_here()
         facts = {"name": backend.name, "usable": reason is None, "reason": reason, "purpose": backend.purpose}
-        found.append({**facts, "ops": sorted([*backend.functions, *backend.inside_layers])})
+        found.append({**facts, "ops": backend.ops})
         if backend.name == "triton":
-            found[-1]["without_gluon"] = without_gluon()
+            found[-1]["without_gluon"] = why_no_gluon()
     return found
 
 

@@ -21,7 +21,7 @@ from longrecall.layers.retrieval.module import Retrieval
 from longrecall.layers.retrieval.prompt_memory import PromptMemory
 from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
 from longrecall.models.state import RecurrentState
-from longrecall.ops.padding import at_the_end
+from longrecall.ops.execution import padding_at_the_end
 
 LENGTHS = (512, 1024, 2048, 4096)
 """Tokens of segments. Fewer than the first take a GPU nearly as long, as it then waits for weights and launches."""
@@ -120,7 +120,7 @@ class CapturedSegments:
         before = RecurrentState(self.state.layers, self.state.position)
         embed = self.body.embeddings
         context = None if self.memory is None else self.memory.segment(ids, before.position, embed)
-        with nullcontext() if mask is None else at_the_end(mask):
+        with nullcontext() if mask is None else padding_at_the_end(mask):
             hidden, after, _, _ = self.body(embed(ids), before, mask, context=context)
         last = hidden[:, -1] if mask is None else hidden.index_select(1, self.count - 1)[:, 0]
         logits = self.lm_head(last)

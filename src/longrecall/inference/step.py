@@ -19,8 +19,8 @@ from longrecall.layers.stepping.stream import FEW_ROWS, FewRowsStream, FusedStre
 from longrecall.layers.tokens import NO_TOKEN
 from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
 from longrecall.models.state import RecurrentState
-from longrecall.ops.ahead import reading_ahead
-from longrecall.ops.kernels import backend as triton
+from longrecall.ops.backends import why_no_kernels
+from longrecall.ops.execution import prefetching
 
 
 class DecodingStep:
@@ -53,7 +53,7 @@ class DecodingStep:
             raise ValueError("a model with retrieval or attention layers needs room for its context; got none")
         looks_up, shape = model.config.reads_tokens(), (batch, room)
         self.tokens = torch.full(shape, NO_TOKEN, dtype=torch.int32, device=model.device) if looks_up else None
-        self.fused = model.device.type == "cuda" and triton.unavailable() is None if fused is None else fused
+        self.fused = model.device.type == "cuda" and why_no_kernels() is None if fused is None else fused
         wide = state_dtype or torch.float32
         self.settings = StepSettings(batch, room, self.fused, model.dtype, wide, self.body.embeddings, self.tokens)
         self.steps = [self._step(cast(RecurrentLayer, layer)) for layer in model.model.layers]
@@ -125,7 +125,7 @@ class DecodingStep:
     def _run(self) -> Tensor:
         # A layer's state is written by one of its own kernels, with others before the next step; weights by none. What
         # `load` has written is safe after the first kernel of a step, an ordinary one: the embedding.
-        with reading_ahead():
+        with prefetching():
             return self._forward()
 
     def _forward(self) -> Tensor:

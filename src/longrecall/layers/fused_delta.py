@@ -6,34 +6,31 @@ queries and keys stay in the model's dtype after their norm.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from longrecall.layers.expansion import HeadwiseExpansion
-from longrecall.layers.mixers.base import LayerState, states_are_unread
-from longrecall.ops.dispatch import SHORTEST_TRITON
-from longrecall.ops.kernels import backend as triton
+from longrecall.layers.mixers.base import LayerState
+from longrecall.layers.mixers.linear_attention import LinearAttentionMixer
+from longrecall.ops.delta_rule.expanded import EXPANDED_DELTA_RULE, expanded_delta_rule
+from longrecall.ops.execution import states_are_unread
 from longrecall.ops.padding import is_at_the_end, newest
+from longrecall.ops.recurrence import SHORTEST_TRITON
 from longrecall.ops.shapes import prepare_state
 
 if TYPE_CHECKING:
-    from longrecall.layers.mixers.delta_net import DeltaNet
     from longrecall.ops.delta_rule.triton.expanded import Heads
 
 TAPS = 4
 """Width of the short convolutions that the kernels know."""
 
 
-def declines(layer: DeltaNet, x: Tensor, mask: Tensor | None, log_decay: Tensor | None) -> str | None:
-    """Why the kernels cannot serve this call of a layer, in words; None = they can."""
-    wanted = os.environ.get("LONGRECALL_BACKEND") or None
-    if wanted not in (None, "triton"):
-        return f"LONGRECALL_BACKEND is {wanted}"
-    if wanted is None and not x.is_cuda:
-        return "the tensors are not on a GPU"
+def why_not(layer: LinearAttentionMixer, x: Tensor, mask: Tensor | None, log_decay: Tensor | None) -> str | None:
+    """Why a call of a layer takes the plain path and not the kernels, in words; None = it takes the kernels."""
+    if reason := EXPANDED_DELTA_RULE.why_unasked(x):
+        return reason
     if mask is not None and not is_at_the_end(mask):
         return "padded tokens are left to the plain path, but for those known to come last"
     if not x.shape[0]:
@@ -45,16 +42,17 @@ def declines(layer: DeltaNet, x: Tensor, mask: Tensor | None, log_decay: Tensor 
             return f"the short convolutions must have {TAPS} taps and no bias"
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     like = {name: x.new_empty((1, 1, 1, width), dtype=dtype) for name, width in _widths(layer).items()}
-    like["beta"] = x.new_empty((x.shape[0], 1, layer.config.state_heads), dtype=torch.float32)
-    return triton.declines("expanded_delta_rule", {**like, "log_decay": log_decay})
+    state_heads = layer.v_proj.out_features // layer.value_width * layer.subheads
+    like["beta"] = x.new_empty((x.shape[0], 1, state_heads), dtype=torch.float32)
+    return EXPANDED_DELTA_RULE.why_plain({**like, "log_decay": log_decay})
 
 
-def _widths(layer: DeltaNet) -> dict[str, int]:
+def _widths(layer: LinearAttentionMixer) -> dict[str, int]:
     return {"q": layer.head_width, "k": layer.head_width, "v": layer.value_width}
 
 
 def read_and_write(
-    layer: DeltaNet,
+    layer: LinearAttentionMixer,
     projected: dict[str, Tensor],
     x: Tensor,
     state: LayerState | None,
@@ -78,7 +76,7 @@ def read_and_write(
         parts = {name: _heads(layer, name, y, state, expanded=expand is not None) for name, y in heads.items()}
         shape = (x.shape[0], beta.shape[2], layer.head_width, layer.value_width)
         before = None if state is None else state["recurrent"]
-        o, final = triton.expanded_delta_rule(
+        o, final = expanded_delta_rule(
             queries=parts["q"],
             keys=parts["k"],
             values=parts["v"],
@@ -97,7 +95,7 @@ def read_and_write(
     return o, {"recurrent": final, **after}
 
 
-def _heads(layer: DeltaNet, name: str, y: Tensor, state: LayerState | None, expanded: bool) -> Heads:
+def _heads(layer: LinearAttentionMixer, name: str, y: Tensor, state: LayerState | None, expanded: bool) -> Heads:
     """The projection y ``[B, T, C]`` of q, k or v, and what the kernels need to make heads of it."""
     from longrecall.ops.convolution.triton.short import no_inputs
     from longrecall.ops.delta_rule.triton.expanded import Heads

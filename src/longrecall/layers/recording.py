@@ -1,41 +1,19 @@
-"""Recording work as a CUDA graph, and how layers know that their shapes may not depend on values meanwhile."""
+"""Recording work as a CUDA graph."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from longrecall.ops import peers
-
-_fixed: ContextVar[bool] = ContextVar("fixed_shapes", default=False)
+from longrecall.ops.execution import fixed_shapes
 
 _one_at_a_time = threading.Lock()
 """A capture begins with waiting for the GPU, which breaks off another one; and all share a stream."""
-
-
-@contextlib.contextmanager
-def fixed_shapes() -> Iterator[None]:
-    """Inside, no layer reads values back to choose a length, as none can while a graph is recorded."""
-    token = _fixed.set(True)
-    try:
-        # What the eager runs before a recording take is what gets recorded: our own kernels.
-        with peers.left_out():
-            yield
-    finally:
-        _fixed.reset(token)
-
-
-def shapes_are_fixed(device: torch.device) -> bool:
-    """Whether lengths must not depend on values: inside `fixed_shapes`, torch.compile or anybody's recording."""
-    if torch.compiler.is_compiling() or _fixed.get():
-        return True
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache

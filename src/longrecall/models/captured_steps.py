@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from longrecall.ops.execution import backend_from_environment
 
 KEPT = 4
 """Captured steps and segments a model keeps, those used last."""
@@ -83,7 +84,7 @@ def circumstances(device: torch.device) -> tuple[Any, ...]:
         found.append(torch.get_autocast_dtype(device.type))
     if (precision := torch.get_float32_matmul_precision()) != "highest":
         found.append(precision)
-    if backend := os.environ.get("LONGRECALL_BACKEND"):
+    if backend := backend_from_environment():
         found.append(backend)
     return tuple(found)
 

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from longrecall.errors import UserError
-from longrecall.layers.mixers.base import LayerState, as_states_are_read_now, without_auxiliary_losses
+from longrecall.layers.mixers.base import LayerState, without_auxiliary_losses
 from longrecall.layers.mlp import SwiGLU
 from longrecall.layers.norm import RMSNorm, operand_dtype
 from longrecall.layers.tokens import TokenContext, TokenEmbedding, token_argument
@@ -24,6 +24,7 @@ from longrecall.models.losses import next_token_loss, next_token_loss_of_hidden
 from longrecall.models.sizes import LayerConfig
 from longrecall.models.state import RecurrentState
 from longrecall.models.token_ids import check_range, embedded
+from longrecall.ops.execution import as_states_are_read_now
 from longrecall.ops.packing import check_boundaries, document_mask, pack, unpack
 
 NO_ATTENTIONS = (

@@ -1,41 +1,23 @@
 """Padding that is known to lie after all real tokens: nothing has to be sorted to skip it.
 
-Masks say where padding is, and finding out reads values back. Whoever makes such a mask says so with `at_the_end`.
+Masks say where padding is, and finding out reads values back. Whoever makes such a mask says so with
+`execution.padding_at_the_end`.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-
-class _Known(NamedTuple):
-    mask: Tensor
-    kept: dict[Any, Any]
-    """What follows from the mask, computed once for all layers."""
-
-
-_known: ContextVar[_Known | None] = ContextVar("padding_at_the_end", default=None)
-
-
-@contextlib.contextmanager
-def at_the_end(mask: Tensor) -> Iterator[None]:
-    """Inside, `mask` bool ``[B, T]`` is known to be True for some first tokens of each row and False for the rest."""
-    token = _known.set(_Known(mask, {}))
-    try:
-        yield
-    finally:
-        _known.reset(token)
+from longrecall.ops.execution import current
 
 
 def is_at_the_end(mask: Tensor | None) -> bool:
     """Whether this very tensor was announced: another one, made from it too, may hide tokens anywhere."""
-    known = _known.get()
+    known = current().padding
     return known is not None and mask is known.mask
 
 
@@ -43,7 +25,7 @@ Result = TypeVar("Result")
 
 
 def _once(mask: Tensor, key: Any, make: Callable[[], Result]) -> Result:
-    known = _known.get()
+    known = current().padding
     if known is None or mask is not known.mask:
         return make()
     if key not in known.kept:

@@ -1,24 +1,18 @@
 """Kernels of other packages as backends: flash-linear-attention ("fla") and FlashQLA ("flash_qla").
 
 Neither is needed, and nothing of them is imported before a call asks for it. A peer serves a call only with exactly the
-contract of ops/dispatch.py; `declines` says why it cannot. Padding and packed documents never reach it: layers zero
-what padded tokens write, and dispatch gives every document a row.
-
-Left to choose, dispatch asks `faster`, which knows what was measured (`MEASURED`) and nothing else.
+contract of the ops; `why_not` says why it cannot. Padding and packed documents never reach it: layers zero what padded
+tokens write, and every document gets a row before a backend is called. A peer is taken when it is named, and only then.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.metadata
-import math
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longrecall.ops.execution import cuda_homes, fla_leaves_tilelang_out
 from longrecall.ops.linear_attention.chunked import STRONGEST_DECAY
 from longrecall.ops.shapes import repeat_heads
 
@@ -34,15 +29,6 @@ DTYPES = (torch.bfloat16,)
 
 LEAST_WIDTH = 64
 """Channels of a head. Tiles of fewer are multiplied wrongly by Triton 3.6 on Hopper (ops/kernels/launch.py)."""
-
-MARGIN = 0.9
-"""A peer counts as faster where it takes at most this share of our time; `benchmarks/gpu_peers.py` applies it."""
-
-NEAR = 4.0
-"""How many times more, or fewer, states or tokens than a call a measured shape may have and still speak for it."""
-
-MEASURED_ON = (9, 0)
-"""Compute capability of the GPU behind `MEASURED` (NVIDIA H200): on others our own kernels are taken."""
 
 
 @dataclass(frozen=True)
@@ -94,56 +80,7 @@ PEERS = {
 }
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One shape of the benchmark, and the peers that were faster there than our own kernels."""
-
-    op: str
-    decay: str
-    """"none", "head" or "channel"."""
-    dtype: torch.dtype
-    key_width: int
-    value_width: int
-    sharing: int
-    """Value heads per key head; of `subhead_delta_rule` states per value head."""
-    gradients: bool
-    """Forward and backward, or the forward alone without gradients."""
-    states: int
-    """Rows times states a row."""
-    length: int
-    faster: tuple[str, ...]
-    """Names of the peers, fastest first; none where ours was fastest."""
-
-
-# Printed by `python benchmarks/gpu_peers.py --table benchmarks/results/gpu_peers.json` from that recorded run; without
-# a row nothing of another package is chosen unless it is named.
-MEASURED: tuple[Measured, ...] = (
-    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, False, 64, 4096, ("flash_qla",)),
-    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, True, 64, 4096, ()),
-    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, False, 8, 4096, ("flash_qla",)),
-    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, True, 8, 4096, ()),
-    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, False, 8, 32768, ()),
-    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, True, 8, 32768, ("flash_qla",)),
-    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, False, 512, 4096, ()),
-    Measured("gated_delta_rule", "head", torch.bfloat16, 128, 128, 1, True, 512, 4096, ()),
-    Measured("gated_linear_attention", "channel", torch.bfloat16, 256, 512, 1, False, 32, 4096, ("fla",)),
-    Measured("gated_linear_attention", "channel", torch.bfloat16, 256, 512, 1, False, 4, 4096, ()),
-)
-
-_left_out: ContextVar[bool] = ContextVar("peers_left_out", default=False)
-
-
-@contextlib.contextmanager
-def left_out() -> Iterator[None]:
-    """Inside, `faster` names no peer: one may wait for the GPU or tune itself, which no recorded graph allows."""
-    token = _left_out.set(True)
-    try:
-        yield
-    finally:
-        _left_out.reset(token)
-
-
-def unavailable(name: str) -> str | None:
+def why_not_here(name: str) -> str | None:
     """Why this peer can serve nothing on this machine, in words; None = it can, as far as is known before an import."""
     peer = PEERS[name]
     found = next((v for v in map(_version, peer.distributions) if v is not None), None)
@@ -162,23 +99,23 @@ def unavailable(name: str) -> str | None:
     return _without_tilelang()
 
 
-def declines(name: str, op: str, inputs: dict[str, Tensor | None]) -> str | None:
+def why_not(name: str, op: str, inputs: Mapping[str, Tensor | None]) -> str | None:
     """Why a peer cannot serve a call with our contract, in words; None = it can. `inputs` by name, as the caller's."""
-    peer, served = PEERS[name], _rule(op)
-    if not any(served == known for known, _ in peer.functions):
+    peer = PEERS[name]
+    if not any(op == known for known, _ in peer.functions):
         return f"{peer.title} has no {op}"
-    reason = unavailable(name)
+    reason = why_not_here(name)
     if reason:
         return reason
     decay = _decay(inputs)
-    if (served, decay) not in peer.functions:
-        return f"{peer.title} has no {served} with a decay per {decay}"
-    module, function = peer.functions[served, decay]
+    if (op, decay) not in peer.functions:
+        return f"{peer.title} has no {op} with a decay per {decay}"
+    module, function = peer.functions[op, decay]
     q, v = inputs["q"], inputs["v"]
     assert q is not None and v is not None
     if not _on_gpu(v):
         return f"the tensors must be on a CUDA device, not on {v.device.type}"
-    reason = _wrong_numbers(name, served, inputs) or _wrong_widths(peer, function, q.shape[3], v.shape[3])
+    reason = _wrong_numbers(name, op, inputs) or _wrong_widths(peer, function, q.shape[3], v.shape[3])
     if reason:
         return reason
     if name == "flash_qla" and v.shape[0] == 1 and _capturing():
@@ -223,55 +160,7 @@ def _run(name: str, op: str, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
 _untraced_run: Any = torch.compiler.disable(_run)
 
 
-def faster(op: str, inputs: dict[str, Tensor | None]) -> str | None:
-    """The peer that was measured fastest near the shape of this call and does not decline it; None = our own."""
-    v = inputs.get("v")
-    if not MEASURED or v is None or not v.numel() or not _on_gpu(v) or _left_out.get():
-        return None
-    name: str | None = _untraced_faster(op, inputs)
-    return name
-
-
-def _faster(op: str, inputs: dict[str, Tensor | None]) -> str | None:
-    if _capturing() or torch.cuda.get_device_capability() != MEASURED_ON:
-        return None
-    call = describe(op, inputs)
-    nearest, distance = None, math.log(NEAR) + 1e-9
-    for row in MEASURED:
-        if _kind(row) != _kind(call):
-            continue
-        away = max(abs(math.log(row.states / call.states)), abs(math.log(row.length / call.length)))
-        if away < distance:
-            nearest, distance = row, away
-    names = () if nearest is None else nearest.faster
-    return next((name for name in names if declines(name, op, inputs) is None), None)
-
-
-_untraced_faster: Any = torch.compiler.disable(_faster)
-
-
-def describe(op: str, inputs: dict[str, Tensor | None]) -> Measured:
-    """The shape of a call as a row of the table, without a verdict; `inputs` as for `declines`."""
-    q, v, beta = inputs["q"], inputs["v"], inputs.get("beta")
-    assert q is not None and v is not None
-    heads = v.shape[2] if beta is None else beta.shape[2]
-    sharing = heads // (v.shape[2] if op == "subhead_delta_rule" else q.shape[2])
-    if op == "subhead_delta_rule" and q.shape[2] != heads:
-        sharing = 0  # value heads that share key heads besides: never measured
-    sizes = (v.dtype, q.shape[3], v.shape[3], sharing, _needs_gradients(inputs), v.shape[0] * heads, v.shape[1])
-    return Measured(op, _decay(inputs), *sizes, faster=())
-
-
-def _kind(row: Measured) -> tuple[Any, ...]:
-    return (row.op, row.decay, row.dtype, row.key_width, row.value_width, row.sharing, row.gradients)
-
-
-def _rule(op: str) -> str:
-    """The op that computes this one once values are repeated for the subheads (delta_rule/subheads.py does)."""
-    return "gated_delta_rule" if op == "subhead_delta_rule" else op
-
-
-def _decay(inputs: dict[str, Any]) -> str:
+def _decay(inputs: Mapping[str, Any]) -> str:
     log_decay = inputs.get("log_decay")
     return "none" if log_decay is None else "head" if log_decay.dim() == 3 else "channel"
 
@@ -285,7 +174,7 @@ def _log_decay(name: str, log_decay: Tensor | None, v: Tensor) -> Tensor | None:
     return repeat_heads(decay, v.shape[2])
 
 
-def _wrong_numbers(name: str, op: str, inputs: dict[str, Tensor | None]) -> str | None:
+def _wrong_numbers(name: str, op: str, inputs: Mapping[str, Tensor | None]) -> str | None:
     v = inputs["v"]
     assert v is not None
     if v.dtype not in DTYPES:
@@ -319,7 +208,7 @@ def _wrong_gradients(function: str) -> str | None:
     if function == "chunk_simple_gla":
         return f"{broken}; 3.7.1 is needed"
     missing = _without_tilelang()
-    if missing is None and os.environ.get("FLA_TILELANG") == "0":
+    if missing is None and fla_leaves_tilelang_out():
         missing = "FLA_TILELANG is 0"
     return None if missing is None else f"{broken} and {missing}"
 
@@ -332,11 +221,10 @@ def _without_tilelang() -> str | None:
 
 @functools.cache
 def _has_nvcc() -> bool:
-    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
-    return shutil.which("nvcc") is not None or any(home and (Path(home) / "bin" / "nvcc").exists() for home in homes)
+    return shutil.which("nvcc") is not None or any((Path(home) / "bin" / "nvcc").exists() for home in cuda_homes())
 
 
-def _needs_gradients(inputs: dict[str, Tensor | None]) -> bool:
+def _needs_gradients(inputs: Mapping[str, Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs.values())
 
 

@@ -46,3 +46,17 @@ def prepare_state(state: Tensor | None, shape: tuple[int, ...], like: Tensor, dt
 
 def _shapes(**tensors: Tensor) -> str:
     return ", ".join(f"{name} {list(t.shape)}" for name, t in tensors.items())
+
+
+def decay_factors(log_decay: Tensor | None, heads: int) -> Tensor | None:
+    """A log decay ``[B, T, H]`` or ``[B, T, G, K]`` -> exp of it as ``[B, T, H, K or 1, 1]``; None for none."""
+    if log_decay is None:
+        return None
+    if log_decay.dim() == 3:
+        return log_decay.exp()[..., None, None]
+    return repeat_heads(log_decay, heads).exp()[..., None]
+
+
+def stack_steps(outputs: list[Tensor], v: Tensor) -> Tensor:
+    """Outputs ``[B, ...]`` of every step -> ``[B, T, ...]``; as `v` where there is no step."""
+    return torch.stack(outputs, dim=1) if outputs else v.new_zeros(v.shape)

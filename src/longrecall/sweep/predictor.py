@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrecall.layers.mixers.base import unread_states
 from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.ops.execution import unread_states
 from longrecall.tasks.sequences import Readout
 
 IGNORE = -100

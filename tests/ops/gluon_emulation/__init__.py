@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrecall.ops.kernels.early import CONSTANT
+from longrecall.ops.kernels.dependent_launch import CONSTANT
 from tests.ops.gluon_emulation.hazards import Hazard, Names
 from tests.ops.gluon_emulation.language import language
 from tests.ops.gluon_emulation.memory import NOBODY, Chain, Memory, Pointer
@@ -50,7 +50,7 @@ def load(name: str) -> Any:
 
 
 def execute(source: str, early: int = 0) -> Any:
-    """The same from its text, launched early or not (see longrecall/ops/kernels/early.py)."""
+    """The same from its text, launched early or not (see longrecall/ops/kernels/dependent_launch.py)."""
     return _Machine(early).execute(source, "<emulated>")
 
 
@@ -59,7 +59,6 @@ def install(monkeypatch: pytest.MonkeyPatch, early: int = 0) -> list[str]:
 
     Returns the names of the kernels that have run, in their order. `early` is for those that can be launched so.
     """
-    from longrecall.ops.expansion.hopper import expansion
     from longrecall.ops.kernels import hopper
 
     machine = _Machine(early)
@@ -69,8 +68,7 @@ def install(monkeypatch: pytest.MonkeyPatch, early: int = 0) -> list[str]:
             package = importlib.import_module(f"{PACKAGE}.{name}".rpartition(".")[0])
             monkeypatch.setitem(sys.modules, f"{PACKAGE}.{name}", machine.module(name))
             monkeypatch.setattr(package, file.stem, machine.module(name), raising=False)
-    for module, name in ((hopper, "declines"), (expansion, "hopper_declines")):
-        monkeypatch.setattr(module, name, lambda x, *_: None if x.dtype == torch.bfloat16 else "not bfloat16")
+    monkeypatch.setattr(hopper, "why_not", lambda x, *_: None if x.dtype == torch.bfloat16 else "not bfloat16")
     return machine.ran
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longrecall.ops.kernels.early import AHEAD
+from longrecall.ops.kernels.dependent_launch import PREFETCHING
 from tests.ops.gluon_emulation.hazards import Hazard
 from tests.ops.gluon_emulation.registers import Register, register
 
@@ -46,13 +46,13 @@ class Memory:
     """The program that wrote each number in this launch."""
     chain: Chain
     owned: bool = False
-    """Whether the kernel before leaves the tensor alone, if `reading_ahead` is promised."""
+    """Whether the kernel before leaves the tensor alone, inside of `execution.prefetching`."""
     program: int = 0
     """The one that runs."""
 
     def check(self, places: Tensor, inside: Tensor, *, writes: bool) -> None:
         """Places must be in the tensor, written by nobody else, and not used too early."""
-        if self.chain.waiting and (writes or not self.owned or self.chain.early != AHEAD):
+        if self.chain.waiting and (writes or not self.owned or self.chain.early != PREFETCHING):
             raise Hazard("memory is used before the kernel before has been waited for")
         used = places[inside]
         if used.numel() and (int(used.min()) < 0 or int(used.max()) >= self.numbers.numel()):

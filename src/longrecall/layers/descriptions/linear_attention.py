@@ -33,25 +33,37 @@ class LinearAttentionConfig(MixerConfig):
         """Value heads; equal to `num_heads` unless a family shares keys."""
         return self.num_heads
 
+    # Families that have one of these options declare a field of its name, which takes the place of the property.
+
     @property
-    def conv(self) -> int:
+    def conv_width(self) -> int:
         """Width of the short convolutions on q, k and v; 0 = none."""
-        return int(getattr(self, "conv_width", 0))
+        return 0
 
     @property
-    def gated(self) -> bool:
+    def output_gate(self) -> bool:
         """Whether the output norm is multiplied by silu of a projection of x."""
-        return bool(getattr(self, "output_gate", False))
+        return False
 
     @property
-    def expanded(self) -> ExpansionConfig | None:
+    def expansion(self) -> ExpansionConfig | None:
         """How queries and keys are widened; None = not at all."""
-        return getattr(self, "expansion", None)
+        return None
+
+    @property
+    def merged(self) -> bool:
+        """Whether every key head writes the values of all heads."""
+        return False
+
+    @property
+    def value_heads(self) -> int | None:
+        """Value heads, where a family lets several of them share keys; None = `num_heads`."""
+        return None
 
     @property
     def subheads(self) -> int:
         """Subheads E of every key head; 1 = the head is whole."""
-        return self.expanded.split if self.expanded else 1
+        return self.expansion.split if self.expansion else 1
 
     @property
     def state_heads(self) -> int:
@@ -61,7 +73,7 @@ class LinearAttentionConfig(MixerConfig):
     @property
     def state_key_dim(self) -> int:
         """Key width of one state head."""
-        return self.key_dim * (self.expanded.factor // self.subheads if self.expanded else 1)
+        return self.key_dim * (self.expansion.factor // self.subheads if self.expansion else 1)
 
     @property
     def key_channels(self) -> int:
@@ -70,11 +82,11 @@ class LinearAttentionConfig(MixerConfig):
 
     def without_more_heads(self) -> Self:
         """This config, with an expansion of kind "heads" carried out: more heads and no expansion."""
-        if self.expanded is None or self.expanded.kind != "heads":
+        if self.expansion is None or self.expansion.kind != "heads":
             return self
-        factor = self.expanded.factor
+        factor = self.expansion.factor
         changes: dict[str, Any] = {"num_heads": factor * self.num_heads, "expansion": None}
-        if getattr(self, "value_heads", None) is not None:
+        if self.value_heads is not None:
             changes["value_heads"] = factor * self.value_head_count
         return replace(self, **changes)
 
@@ -82,13 +94,12 @@ class LinearAttentionConfig(MixerConfig):
         plain = self.without_more_heads()
         if plain is not self:
             return plain.state_shapes()
-        merged = bool(getattr(self, "merged", False))
-        width = self.value_dim * (self.value_head_count if merged else 1)
+        width = self.value_dim * (self.value_head_count if self.merged else 1)
         shapes: StateShapes = {"recurrent": (self.state_heads, self.state_key_dim, width)}
-        if self.conv:
+        if self.conv_width:
             keys, values = self.key_channels, self.value_head_count * self.value_dim
             shapes |= {
-                f"{name}_conv": (size, self.conv - 1) for name, size in (("q", keys), ("k", keys), ("v", values))
+                f"{name}_conv": (size, self.conv_width - 1) for name, size in (("q", keys), ("k", keys), ("v", values))
             }
         return shapes
 
@@ -104,7 +115,7 @@ class LinearAttentionConfig(MixerConfig):
 
     def own_tensors(self) -> TensorShapes:
         """What is no part of a projection, a convolution or a norm."""
-        grafted = self.expanded is not None and self.expanded.grafted
+        grafted = self.expansion is not None and self.expansion.grafted
         return {"subhead_scale": (self.value_head_count, self.subheads - 1)} if grafted else {}
 
     def gate_tensors(self, hidden_size: int) -> TensorShapes:
@@ -113,7 +124,7 @@ class LinearAttentionConfig(MixerConfig):
 
     def projections(self, hidden_size: int) -> TensorShapes:
         """Queries, keys and values with their expansions and convolutions; the output gate, norm and projection."""
-        keys, expansion = self.key_channels, self.expanded
+        keys, expansion = self.key_channels, self.expansion
         projected = keys if expansion and expansion.kind == "naive" else self.num_heads * self.key_dim
         values, shapes = self.value_head_count * self.value_dim, TensorShapes()
         for name in "qk":
@@ -121,10 +132,10 @@ class LinearAttentionConfig(MixerConfig):
         made = expansion.tensor_shapes(self.num_heads, self.key_dim, hidden_size) if expansion else {}
         for name in "qk":
             shapes |= under(f"{name}_expand", made)
-        for name in "vg" if self.gated else "v":
+        for name in "vg" if self.output_gate else "v":
             shapes |= linear(f"{name}_proj", values, hidden_size)
         for name, size in (("q", keys), ("k", keys), ("v", values)):
-            shapes |= convolution(f"{name}_conv", size, self.conv)
+            shapes |= convolution(f"{name}_conv", size, self.conv_width)
         return shapes | {"o_norm.weight": (self.value_dim,)} | linear("o_proj", hidden_size, values)
 
     @classmethod

@@ -16,7 +16,7 @@ from longrecall.layers.norm import RMSNorm
 from longrecall.layers.rotary import apply_rotary, token_positions
 from longrecall.layers.stepping.step import Buffers, MixerStep, Progress, Step, StepSettings
 from longrecall.layers.stepping.stream import Stream
-from longrecall.ops.kernels import backend as triton
+from longrecall.ops.backends import why_no_kernel
 
 QUERY_BLOCK = 1024
 PADDING_POSITION = -1
@@ -252,4 +252,4 @@ def _why_no_kernels(mixer: Attention) -> str | None:
     like = mixer.k_proj.weight
     q = like.new_empty((1, 1, mixer.config.num_heads, mixer.config.head_dim))
     k = q[:, :, : mixer.config.kv_heads]
-    return triton.declines("selected_attention", {"q": q, "k": k, "v": k})
+    return why_no_kernel("selected_attention", {"q": q, "k": k, "v": k})

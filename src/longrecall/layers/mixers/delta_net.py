@@ -35,7 +35,7 @@ class DeltaNet(LinearAttentionMixer):
         projected = self.projections(x)
         decay, beta = self.gates(projected)
         decay, beta = None if decay is None else mask_tokens(decay, mask), mask_tokens(beta, mask)
-        if fused_delta.declines(self, x, mask, decay) is None:
+        if fused_delta.why_not(self, x, mask, decay) is None:
             o, new_state = fused_delta.read_and_write(self, projected, x, state, decay, beta, mask)
             return self.gated_output(o, projected, x.dtype), new_state
         q, k, v, new_state = self.heads(projected, x, state, mask)

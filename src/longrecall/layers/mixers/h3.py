@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from longrecall.layers.convolution import ShortConvolution
 from longrecall.layers.descriptions.h3 import H3Config
-from longrecall.layers.mixers.base import LayerState, states_are_unread
+from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.projections import project_biased
 from longrecall.ops import diagonal_ssm
 from longrecall.ops.convolution.head_products import pair_products, read_pairs
+from longrecall.ops.execution import states_are_unread
 
 SMALLEST_STEP, LARGEST_STEP = 1e-3, 1e-1
 

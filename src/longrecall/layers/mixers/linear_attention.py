@@ -23,7 +23,7 @@ class LinearAttentionMixer(nn.Module):
 
     def __init__(self, config: LinearAttentionConfig, hidden_size: int, norm_eps: float) -> None:
         super().__init__()
-        keys, expansion = config.key_channels, config.expanded
+        keys, expansion = config.key_channels, config.expansion
         projected = keys if expansion and expansion.kind == "naive" else config.num_heads * config.key_dim
         values = config.value_head_count * config.value_dim
         self.key_heads, self.subheads = config.num_heads, config.subheads
@@ -39,10 +39,10 @@ class LinearAttentionMixer(nn.Module):
         else:
             self.register_parameter("subhead_scale", None)
         self.v_proj = nn.Linear(hidden_size, values, bias=False)
-        self.g_proj = nn.Linear(hidden_size, values, bias=False) if config.gated else None
-        self.q_conv = ShortConvolution(keys, config.conv) if config.conv else None
-        self.k_conv = ShortConvolution(keys, config.conv) if config.conv else None
-        self.v_conv = ShortConvolution(values, config.conv) if config.conv else None
+        self.g_proj = nn.Linear(hidden_size, values, bias=False) if config.output_gate else None
+        self.q_conv = ShortConvolution(keys, config.conv_width) if config.conv_width else None
+        self.k_conv = ShortConvolution(keys, config.conv_width) if config.conv_width else None
+        self.v_conv = ShortConvolution(values, config.conv_width) if config.conv_width else None
         self.o_norm = RMSNorm(config.value_dim, norm_eps)
         self.o_proj = nn.Linear(values, hidden_size, bias=False)
 

@@ -13,8 +13,8 @@ from longrecall.layers.mixers.delta_net import reset_time_steps
 from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.layers.norm import RMSNorm, l2_normalise, operand_dtype
 from longrecall.layers.projections import project_gated
-from longrecall.layers.recording import shapes_are_fixed
 from longrecall.ops import gated_delta_rule, gated_linear_attention, short_convolution
+from longrecall.ops.execution import shapes_are_fixed
 
 OF_A_MEMORY = ("k_proj", "v_proj", "a_proj", "b_proj", "k_conv", "v_conv", "A_log", "dt_bias")
 """Parameters that hold the rows of all memories, one memory after the other."""

@@ -6,16 +6,13 @@ layer's launches are small steps between the products.
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from longrecall.layers.retrieval.weights import RetrievalWeights
 from longrecall.layers.tokens import KeptTokens, TokenContext
-from longrecall.ops.kernels import backend as triton
-from longrecall.ops.retrieval.op import selected_attention
+from longrecall.ops.retrieval.op import BEST_CHUNKS, SELECTED_ATTENTION, selected_attention
 
 
 def why_not(mixer: RetrievalWeights, x: Tensor, context: TokenContext, mask: Tensor | None) -> str | None:
@@ -27,12 +24,10 @@ def why_not(mixer: RetrievalWeights, x: Tensor, context: TokenContext, mask: Ten
         return "gradients, padding, earlier tokens or a hard selector"
     if not x.is_cuda or torch.is_autocast_enabled(x.device.type) or x.dtype != like.dtype:
         return "not on a GPU, or mixed dtypes"
-    if os.environ.get("LONGRECALL_BACKEND") not in (None, "", "triton"):
-        return "another backend was asked for"
     q, queries = x.new_empty((0, 1, config.num_heads, config.head_dim)), x.new_empty((0, 1, config.encoder_dim))
     chosen = x.new_empty((0, config.candidates))
-    found = triton.declines("best_chunks", {"queries": queries, "chosen": chosen})
-    return found or triton.declines("selected_attention", {"q": q, "k": q[:, :, : config.kv_heads], "v": q})
+    found = BEST_CHUNKS.why_plain({"queries": queries, "chosen": chosen})
+    return found or SELECTED_ATTENTION.why_plain({"q": q, "k": q[:, :, : config.kv_heads], "v": q})
 
 
 def read(

@@ -22,7 +22,7 @@ from longrecall.layers.stepping.step import (
 )
 from longrecall.layers.stepping.stream import InnerStream, Stream
 from longrecall.layers.tokens import EMBEDDING_EPS, TokenContext
-from longrecall.ops.kernels import backend as triton
+from longrecall.ops.backends import why_no_kernel
 
 WIDEST = 8192
 """Embeddings that one program of the kernels holds."""
@@ -153,5 +153,5 @@ def _why_no_kernels(mixer: Retrieval, embeddings: nn.Embedding, room: int) -> st
         return f"keys and values of {like.shape[0]} token ids take more than {LARGEST_MEMORY >> 20} MiB"
     q, chosen = like.new_empty((1, 1, config.num_heads, config.head_dim)), like.new_empty((1, config.candidates))
     vectors = like.new_empty((1, 1, config.encoder_dim))
-    found = triton.declines("best_chunks", {"queries": vectors, "chosen": chosen})
-    return found or triton.declines("selected_attention", {"q": q, "k": q[:, :, : config.kv_heads], "v": q})
+    found = why_no_kernel("best_chunks", {"queries": vectors, "chosen": chosen})
+    return found or why_no_kernel("selected_attention", {"q": q, "k": q[:, :, : config.kv_heads], "v": q})

@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longrecall.ops.backends import Op, declare, kernel
 from longrecall.ops.convolution.long import long_convolution, real_tokens_first, reorder
-from longrecall.ops.kernels import backend as triton
-from longrecall.ops.norms.op import _kernel
+
+DIAGONAL_TAPS = declare(Op("diagonal_taps", kernels="convolution.triton.diagonal", compiler_fuses=True))
+
+_diagonal_taps_kernel = kernel("convolution.triton.diagonal", "taps")
 
 
 def diagonal_ssm(
@@ -83,8 +86,8 @@ def _taps(
     backend: str | None = None,
 ) -> Tensor:
     """`diagonal_taps`; `powers` as `_powers` returned at least `length` of them, None = they are not there yet."""
-    if _kernel("diagonal_taps", backend, {"rate": rate, "angle": angle, "gain": gain}):
-        taps: Tensor = triton.diagonal_taps(rate, angle, gain, length)
+    if DIAGONAL_TAPS.on_kernels({"rate": rate, "angle": angle, "gain": gain}, backend):
+        taps: Tensor = _diagonal_taps_kernel(rate, angle, gain, length)
         return taps
     real, imaginary = (part[..., :length] for part in powers or _powers(rate, angle, length))
     return _weights(gain, real, imaginary)[0].sum(1)

@@ -9,8 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longrecall.ops.kernels import backend as triton
-from longrecall.ops.norms.op import _kernel
+from longrecall.ops.backends import Op, declare, kernel
+
+HEAD_PRODUCTS = declare(Op("head_products", kernels="convolution.triton.head_products", compiler_fuses=True))
+
+_pair_products_kernel = kernel("convolution.triton.head_products", "pair_products")
+_read_pairs_kernel = kernel("convolution.triton.head_products", "read_pairs")
 
 
 def pair_products(k: Tensor, v: Tensor, *, backend: str | None = None) -> Tensor:
@@ -23,16 +27,16 @@ def pair_products(k: Tensor, v: Tensor, *, backend: str | None = None) -> Tensor
     Raises:
         ValueError: the kernel was asked for by name and cannot serve the call.
     """
-    if _kernel("head_products", backend, {"k": k, "v": v}):
-        pairs: Tensor = triton.pair_products(k, v)
+    if HEAD_PRODUCTS.on_kernels({"k": k, "v": v}, backend):
+        pairs: Tensor = _pair_products_kernel(k, v)
         return pairs
     return (k[..., :, None] * v[..., None, :]).flatten(-2)
 
 
 def read_pairs(q: Tensor, y: Tensor, *, backend: str | None = None) -> Tensor:
     """q ``[..., H, P]``, y ``[..., H, P * P]`` -> ``[..., H, P]``: sum over i of q_i y_ij; `backend` as above."""
-    if _kernel("head_products", backend, {"k": q, "v": y}):
-        out: Tensor = triton.read_pairs(q, y)
+    if HEAD_PRODUCTS.on_kernels({"k": q, "v": y}, backend):
+        out: Tensor = _read_pairs_kernel(q, y)
         return out
     pairs = y.unflatten(-1, (q.shape[-1], q.shape[-1]))
     return torch.sum(q[..., None] * pairs, -2)

@@ -1,6 +1,6 @@
 """Causal depthwise convolution with long filters, by fast Fourier transforms, and the inputs that it carries along.
 
-On a GPU texts that are not too long are multiplied by Toeplitz matrices instead (triton/long_convolution.py).
+On a GPU texts that are not too long are multiplied by Toeplitz matrices instead (triton/long.py).
 """
 
 from __future__ import annotations
@@ -8,9 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longrecall.ops.kernels import backend as triton
-from longrecall.ops.norms.op import _kernel
+from longrecall.ops.backends import Op, declare, kernel
 from longrecall.ops.padding import is_at_the_end
+
+LONG_CONVOLUTION = declare(Op("long_convolution", kernels="convolution.triton.long", compiler_fuses=True))
+
+_long_convolution_kernel = kernel("convolution.triton.long", "convolve")
 
 
 def long_convolution(
@@ -53,8 +56,8 @@ def long_convolution(
         x = reorder(x, order)
     inputs = torch.cat([history, x], dim=1) if history.shape[1] else x
     with torch.autocast(x.device.type, enabled=False):
-        if _kernel("long_convolution", backend, {"x": inputs, "taps": taps}, length=length):
-            y = triton.long_convolution(x, taps)
+        if LONG_CONVOLUTION.on_kernels({"x": inputs, "taps": taps}, backend, length=length):
+            y = _long_convolution_kernel(x, taps)
         else:
             y = _convolve(inputs.to(wide), taps[:, : inputs.shape[1]].to(wide), length).to(x.dtype)
     kept = inputs.shape[1] if grow else history.shape[1]

@@ -1,6 +1,6 @@
 """Causal depthwise short convolution with a state: the last W - 1 inputs of every channel.
 
-On a GPU a kernel of one pass over memory takes four taps with SiLU (triton/convolution.py) and another one up to four
+On a GPU a kernel of one pass over memory takes four taps with SiLU (triton/short.py) and another one up to four
 taps without (triton/depthwise.py); else it is a sum over taps.
 """
 
@@ -12,10 +12,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrecall.ops.kernels import backend as triton
-from longrecall.ops.norms.op import _kernel
+from longrecall.ops.backends import Op, declare, kernel
 from longrecall.ops.packing import check_boundaries, document_mask, pack, unpack
 from longrecall.ops.padding import ends, is_at_the_end, newest
+
+SHORT_CONVOLUTION = declare(Op("short_convolution", kernels="convolution.triton.short", compiler_fuses=True))
+DEPTHWISE_CONVOLUTION = declare(
+    Op("depthwise_convolution", kernels="convolution.triton.depthwise", compiler_fuses=True)
+)
+GATED_CONVOLUTION = declare(
+    Op("gated_convolution", kernels="convolution.triton.gated", compiler_fuses=True, covers=("depthwise_convolution",))
+)
+
+_short_convolution_kernel = kernel("convolution.triton.short", "short_convolution")
+_depthwise_convolution_kernel = kernel("convolution.triton.depthwise", "convolve")
+_gated_convolution_kernel = kernel("convolution.triton.gated", "convolve")
 
 
 class _Taps(torch.autograd.Function):
@@ -104,9 +115,9 @@ def short_convolution(
     before = state.to(x.dtype).transpose(1, 2)
     plain = activation is None
     options = {} if plain else {"activation": activation}
-    op = "depthwise_convolution" if plain else "short_convolution"
-    if _kernel(op, backend, {"x": x, "weight": weight}, **options):
-        y = _depthwise(x, weight, bias, given) if plain else triton.short_convolution(x, weight, bias, state)
+    op = DEPTHWISE_CONVOLUTION if plain else SHORT_CONVOLUTION
+    if op.on_kernels({"x": x, "weight": weight}, backend, **options):
+        y = _depthwise(x, weight, bias, given) if plain else _short_convolution_kernel(x, weight, bias, state)
         # The last inputs are found without a copy of all.
         recent = None if mask is None else newest(mask, width - 1)
         last = x[:, 1 - width :] if recent is None else _picked(x, recent.tokens)
@@ -142,8 +153,8 @@ def gated_short_convolution(
         ValueError: the kernel was asked for by name and cannot serve the call.
     """
     bare = state is None and mask is None
-    if bare and _kernel("gated_convolution", backend, {"x": x, "weight": weight, "bias": bias}):
-        passed, product = triton.gated_convolution(x, weight, bias)
+    if bare and GATED_CONVOLUTION.on_kernels({"x": x, "weight": weight, "bias": bias}, backend):
+        passed, product = _gated_convolution_kernel(x, weight, bias)
         return passed, product, x[:, x.shape[1] - weight.shape[1] + 1 :].transpose(1, 2)
     y, new_state = short_convolution(x, weight, bias, state=state, mask=mask, activation=None)
     left, passed, right = y.chunk(3, dim=-1)
@@ -153,7 +164,7 @@ def gated_short_convolution(
 def _depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None) -> Tensor:
     """The kernel without activation, which knows of no inputs before its first: a state is put in front of x."""
     history = x if state is None else torch.cat([state.to(x.dtype).transpose(1, 2), x], dim=1)
-    y: Tensor = triton.depthwise_convolution(history, weight, bias)
+    y: Tensor = _depthwise_convolution_kernel(history, weight, bias)
     return y[:, history.shape[1] - x.shape[1] :]
 
 

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrecall.ops.kernels import backend as triton
-from longrecall.ops.norms.op import _kernel
+from longrecall.ops.backends import Op, declare, kernel
+
+DELTA_GATES = declare(Op("delta_gates", kernels="delta_rule.triton.gates", compiler_fuses=True))
+
+_delta_gates_kernel = kernel("delta_rule.triton.gates", "delta_gates")
 
 
 def delta_gates(
@@ -31,8 +34,8 @@ def delta_gates(
     Raises:
         ValueError: the kernel was asked for by name and cannot serve the call.
     """
-    if _kernel("delta_gates", backend, {"decay": decay, "write": write}):
-        both: tuple[Tensor, Tensor] = triton.delta_gates(decay, write, log_rate, bias, factor)
+    if DELTA_GATES.on_kernels({"decay": decay, "write": write}, backend):
+        both: tuple[Tensor, Tensor] = _delta_gates_kernel(decay, write, log_rate, bias, factor)
         return both
     wide = torch.float64 if decay.dtype == torch.float64 else torch.float32
     step = F.softplus(decay.to(wide) + bias.to(wide))

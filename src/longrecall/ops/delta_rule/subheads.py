@@ -9,9 +9,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longrecall.ops.dispatch import choose_backend, gated_delta_rule
-from longrecall.ops.kernels import backend as triton
+from longrecall.ops.backends import BACKENDS, CHUNKED, REFERENCE, Op, declare, kernel
+from longrecall.ops.delta_rule.op import gated_delta_rule
+from longrecall.ops.execution import backend_from_environment
+from longrecall.ops.recurrence import too_short
 from longrecall.ops.shapes import prepare_state
+
+SUBHEAD_DELTA_RULE = declare(
+    Op(
+        "subhead_delta_rule",
+        kernels="delta_rule.triton.chunked",
+        plain=(REFERENCE, CHUNKED),
+        slow=too_short,
+        covers=("gated_delta_rule",),
+    )
+)
+
+_subhead_kernels = kernel("delta_rule.triton.chunked", "subhead_delta_rule", on="v")
 
 
 def share_values(v: Tensor, key_heads: int, subheads: int) -> Tensor:
@@ -80,16 +94,16 @@ def subhead_delta_rule(
         raise ValueError(f"weights must be {[value_heads, subheads]}; got {list(weights.shape)}")
     key_heads = q.shape[2] // subheads
     inputs = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
-    chosen = choose_backend(backend, "subhead_delta_rule", {**inputs, "state": initial_state})
-    if chosen.name == "triton" and v.numel():
+    # Another package serves the rule with repeated values, below.
+    named = BACKENDS.get(backend or backend_from_environment() or "")
+    theirs = named is not None and named.peer
+    if not theirs and SUBHEAD_DELTA_RULE.on_kernels({**inputs, "state": initial_state}, backend) and v.numel():
         state = prepare_state(initial_state, (v.shape[0], heads, q.shape[3], v.shape[3]), v, torch.float32)
         scale = q.shape[3] ** -0.5 if scale is None else scale
         with torch.autocast(v.device.type, enabled=False):
-            out, after = triton.subhead_delta_rule(**inputs, scale=scale, state=state, weights=weights)
+            out, after = _subhead_kernels(**inputs, scale=scale, state=state, weights=weights)
         return out, after
     shared = share_values(v, key_heads, subheads)
-    # A peer serves the rule with repeated values; where it is ours, that call is chosen for anew.
-    backend = chosen.name if chosen.kernels else backend
     o, final = gated_delta_rule(
         q, k, shared, log_decay, beta, scale=scale, initial_state=initial_state, backend=backend
     )

@@ -1,19 +1,19 @@
 """Kernels in Gluon, Triton's language of explicit layouts, for Hopper GPUs (compute capability 9.0).
 
 Plain Triton leaves loads, products and elementwise work to follow each other. Here they run at the same time. Every
-kernel has a plain one that takes the same tensors and means the same; that one serves all that `declines` names.
+kernel has a plain one that takes the same tensors and means the same; that one serves all that `why_not` names.
 Importing this package imports neither Gluon nor any kernel.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 
 import torch
 import triton
 from torch import Tensor
 
+from longrecall.ops.execution import GLUON, gluon_wanted
 from longrecall.ops.kernels.launch import interpreting
 
 CAPABILITY = (9, 0)
@@ -25,11 +25,11 @@ TRITON = "3.6."
 ALIGNED = 16
 """Bytes that an asynchronous copy moves at once, from and to addresses that are multiples of them."""
 
-SWITCH = "LONGRECALL_GLUON"
+SWITCH = GLUON
 """Environment variable: 0 leaves everything to the plain kernels."""
 
 
-def declines(x: Tensor, *others: Tensor) -> str | None:
+def why_not(x: Tensor, *others: Tensor) -> str | None:
     """Why no kernel of this package can serve `x`, in words; None = device, dtype, address and Triton are fine.
 
     `others` are on the same device: their addresses alone are looked at. Sizes are for each kernel's caller to look at.
@@ -39,16 +39,16 @@ def declines(x: Tensor, *others: Tensor) -> str | None:
         return f"the kernels in Gluon are for bfloat16, not {str(x.dtype).removeprefix('torch.')}"
     if not x.is_cuda:
         return f"the tensors must be on a CUDA device, not on {x.device.type}"
-    if os.environ.get(SWITCH) == "0":
+    if not gluon_wanted():
         return f"{SWITCH} is 0"
     if any(one.data_ptr() % ALIGNED for one in (x, *others)):
         return f"tensors in memory must begin at multiples of {ALIGNED} bytes"
     return _remembered(x.get_device())
 
 
-def unavailable() -> str | None:
-    """Why none of these kernels runs on this machine, in words; None = they can, for what `declines` lets through."""
-    if os.environ.get(SWITCH) == "0":
+def why_not_here() -> str | None:
+    """Why none of these kernels runs on this machine, in words; None = they can, for what `why_not` lets through."""
+    if not gluon_wanted():
         return f"{SWITCH} is 0"
     if not torch.cuda.is_available():
         return "there is no CUDA device"

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import operator
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longrecall.ops.ahead import is_promised
-from longrecall.ops.kernels import early as dependent
+from longrecall.ops.execution import interpreting_triton, may_prefetch
+from longrecall.ops.kernels import dependent_launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -45,7 +45,7 @@ class Arithmetic:
 
 def interpreting() -> bool:
     """Whether kernels run in Triton's CPU interpreter; decided by TRITON_INTERPRET when they are defined."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return interpreting_triton()
 
 
 def arithmetic(dtype: torch.dtype) -> Arithmetic:
@@ -60,7 +60,7 @@ MOST_ROWS = 2**16 - 1
 """Programs along the second and third axis of a grid at most."""
 
 
-def unsupported(*tensors: Tensor) -> str | None:
+def why_not_tensors(*tensors: Tensor) -> str | None:
     """Why no kernel can take these tensors, in words; None = device and dtypes are fine."""
     for x in tensors:
         if x.dtype not in DTYPES:
@@ -130,7 +130,36 @@ def kernel(function: Any) -> Any:
     """triton.jit without compiling anew for other values of the sizes in `VARYING`, and with cheaper launches."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     options = {"do_not_specialize": [name for name in VARYING if name in names]}
-    return triton.jit(function, **options) if interpreting() else Kernel(function, **options)
+    plain = interpreting() or why_not_remembered() is not None
+    return triton.jit(function, **options) if plain else Kernel(function, **options)
+
+
+def why_not_remembered() -> str | None:
+    """Why launches are left to Triton's own way, in words; None = `Kernel` knows the Triton installed.
+
+    Its classes are no public interface and may change with any release. What is used of them is looked for, not a
+    version: where it is missing kernels are launched by Triton, more slowly.
+    """
+
+    def probe() -> None: ...
+
+    made = triton.jit(probe)
+    missing = [name for name in ("run", "arg_names", "signature") if not hasattr(made, name)]
+    missing += [name for name in ("launch_enter_hook", "launch_exit_hook") if not hasattr(triton.knobs.runtime, name)]
+    if not interpreting() and not isinstance(made, triton.JITFunction):
+        missing.append("JITFunction")
+    return f"Triton {triton.__version__} has no {', '.join(missing)}" if missing else None
+
+
+def can_start(compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...]) -> bool:
+    """Whether `start` knows how to launch what Triton compiled."""
+    if any(not hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
+        return False
+    try:
+        inspect.signature(compiled.run).bind(*(*grid, 1, 1)[:3], 0, None, None, None, None, None, *args)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 class Kernel(triton.JITFunction):  # type: ignore[misc]
@@ -145,7 +174,7 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
         super().__init__(function, **options)
         self.places: dict[tuple[type, ...], tuple[Any, Any]] = {}
         self.remembered: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
-        self.early = dependent.CONSTANT in self.arg_names
+        self.early = dependent_launch.CONSTANT in self.arg_names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return functools.partial(self.launch, grid)
@@ -159,8 +188,8 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
         tensors, integers = places[0](args), places[1](args)
         kind = [(x.dtype, x.data_ptr() % 16) for x in tensors]
         device = torch.cuda.current_device()
-        ahead = self.early and is_promised()
-        key = (types, integers, *kind, *constants.items(), device, ahead)
+        prefetch = self.early and may_prefetch()
+        key = (types, integers, *kind, *constants.items(), device, prefetch)
         found = self.remembered.get(key)
         if found is not None:
             compiled, values = found
@@ -169,10 +198,12 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
         if len(self.remembered) >= MOST_KINDS:
             self.remembered.clear()
         if self.early:
-            constants |= dependent.options(device, ahead=ahead)
+            constants |= dependent_launch.options(device, prefetch=prefetch)
         compiled = self.run(*args, grid=grid, warmup=False, **constants)
         rest = [self.signature.parameters[name] for name in self.arg_names[len(args) :]]
-        self.remembered[key] = (compiled, tuple(constants.get(one.name, one.default) for one in rest))
+        values = tuple(constants.get(one.name, one.default) for one in rest)
+        if can_start(compiled, grid, (*args, *values)):
+            self.remembered[key] = (compiled, values)
 
 
 def start(compiled: Any, device: int, grid: tuple[int, ...], *args: Any) -> None:

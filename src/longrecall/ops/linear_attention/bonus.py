@@ -13,11 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longrecall.ops.dispatch import gated_linear_attention
-from longrecall.ops.kernels import backend as triton
-from longrecall.ops.norms.op import _kernel
+from longrecall.ops.backends import Op, declare, kernel
+from longrecall.ops.linear_attention.op import gated_linear_attention
 from longrecall.ops.packing import check_boundaries, pack, unpack
 from longrecall.ops.shapes import accumulation_dtype, check_attention_inputs, prepare_state
+
+ADD_BONUS = declare(Op("add_bonus", kernels="linear_attention.triton.bonus", compiler_fuses=True))
+
+_add_bonus_kernel = kernel("linear_attention.triton.bonus", "add_bonus")
 
 
 def bonus_linear_attention(
@@ -95,8 +98,8 @@ def add_bonus(
         ValueError: the kernel was asked for by name and cannot serve the call.
     """
     inputs: dict[str, Tensor | None] = {"reads": reads, "first": first, "r": r, "k": k, "v": v, "bonus": bonus}
-    if _kernel("add_bonus", backend, inputs):
-        out: Tensor = triton.add_bonus(reads, first, r, k, v, bonus)
+    if ADD_BONUS.on_kernels(inputs, backend):
+        out: Tensor = _add_bonus_kernel(reads, first, r, k, v, bonus)
         return out
     current = (r * k * bonus).sum(-1, keepdim=True)
     return torch.addcmul(torch.cat([first, reads[:, :-1]], dim=1), current, v)

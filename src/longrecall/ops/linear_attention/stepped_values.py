@@ -7,8 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from longrecall.ops.kernels import backend as triton
-from longrecall.ops.norms.op import _kernel
+from longrecall.ops.backends import Op, declare, kernel
+
+STEPPED_VALUES = declare(Op("stepped_values", kernels="linear_attention.triton.stepped_values", compiler_fuses=True))
+
+_stepped_values_kernel = kernel("linear_attention.triton.stepped_values", "stepped_values")
 
 Recurrence = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Values ``[B, T, H, P]`` -> outputs ``[B, T, H, P]`` of their dtype, and the final state."""
@@ -33,8 +36,8 @@ def stepped_values(
     Raises:
         ValueError: the kernel was asked for by name and cannot serve the call.
     """
-    if _kernel("stepped_values", backend, {"values": values, "step": step, "skip": skip}):
-        found: tuple[Tensor, Tensor] = triton.stepped_values(values, step, skip, attend)
+    if STEPPED_VALUES.on_kernels({"values": values, "step": step, "skip": skip}, backend):
+        found: tuple[Tensor, Tensor] = _stepped_values_kernel(values, step, skip, attend)
         return found
     y, final = attend(values * step[..., None])
     return torch.addcmul(y, values, skip[:, None]), final

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrecall.ops.kernels import backend as triton
-from longrecall.ops.norms.op import _kernel
+from longrecall.ops.backends import Op, declare, kernel
+
+COLUMN_SUMS = declare(Op("column_sums", kernels="projections.triton.column_sums", compiler_fuses=True))
+
+_column_sums_kernel = kernel("projections.triton.column_sums", "column_sums")
 
 
 def project_with_biases(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -28,8 +31,8 @@ def column_sums(x: Tensor, *, backend: str | None = None) -> Tensor:
     Raises:
         ValueError: the kernel was asked for by name (`backend` "triton") and cannot serve the call.
     """
-    if _kernel("column_sums", backend, {"x": x}):
-        sums: Tensor = triton.column_sums(x)
+    if COLUMN_SUMS.on_kernels({"x": x}, backend):
+        sums: Tensor = _column_sums_kernel(x)
         return sums.to(x.dtype)
     return x.sum(0)
 

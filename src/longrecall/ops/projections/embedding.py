@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrecall.ops.kernels import backend as triton
-from longrecall.ops.norms.op import _kernel
+from longrecall.ops.backends import Op, declare, kernel
+
+LOOK_UP = declare(Op("look_up", kernels="projections.triton.embedding", compiler_fuses=True))
+
+_look_up_kernel = kernel("projections.triton.embedding", "look_up")
 
 
 def look_up(ids: Tensor, table: Tensor, *, backend: str | None = None) -> Tensor:
@@ -24,7 +27,7 @@ def look_up(ids: Tensor, table: Tensor, *, backend: str | None = None) -> Tensor
         ValueError: the kernel was asked for by name and cannot serve the call.
     """
     wanted = torch.is_grad_enabled() and table.requires_grad
-    if (wanted or backend is not None) and _kernel("look_up", backend, {"table": table}, ids=ids):
-        rows: Tensor = triton.look_up(ids, table)
+    if (wanted or backend is not None) and LOOK_UP.on_kernels({"table": table}, backend, ids=ids):
+        rows: Tensor = _look_up_kernel(ids, table)
         return rows
     return F.embedding(ids, table)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from longrecall.ops.dispatch import choose_backend
-from longrecall.ops.kernels import backend as triton
+from longrecall.ops.backends import CHUNKED, REFERENCE, Op, declare, kernel, never_slow
 from longrecall.ops.shapes import accumulation_dtype
 
 QUERY_BLOCK = 512
@@ -31,6 +29,15 @@ GATHERED_NUMBERS = {"cpu": 1 << 18}
 
 GATHERED_ELSEWHERE = 1 << 26
 """The same on a GPU, where few large kernels win."""
+
+
+SELECTED_ATTENTION, BEST_CHUNKS = (
+    declare(Op(name, kernels="retrieval.triton.retrieval", plain=(REFERENCE, CHUNKED), slow=never_slow))
+    for name in ("selected_attention", "best_chunks")
+)
+
+_selected_attention_kernels = kernel("retrieval.triton.retrieval", "selected_attention")
+_best_chunks_kernels = kernel("retrieval.triton.retrieval", "best_chunks")
 
 
 def selected_attention(
@@ -47,8 +54,8 @@ def selected_attention(
     """Softmax attention of every query over the tokens of the chunks chosen for it.
 
     Source: RESONA, section 3.1 and algorithm 3; `weights` and their null chunk are ours, see
-    `reference_retrieval.selected_attention` for the formula. Time is O(T * C * chunk), memory O(T * C + S): nothing of
-    a size with `chunk` is kept for the backward pass, which forms it again. It cannot be differentiated twice.
+    `reference.selected_attention` for the formula. Time is O(T * C * chunk), memory O(T * C + S): nothing of a size
+    with `chunk` is kept for the backward pass, which forms it again. It cannot be differentiated twice.
 
     Args:
         q: ``[B, T, H, P]``.
@@ -74,8 +81,8 @@ def selected_attention(
     # Under autocast the inputs may differ in dtype; the caller's values decide.
     q, k = q.to(v.dtype), k.to(v.dtype)
     with torch.autocast(v.device.type, enabled=False):
-        if _on_kernels("selected_attention", {"q": q, "k": k, "v": v}, backend):
-            result: Tensor = triton.selected_attention(q, k, v, chunks, weights, chunk, scale)
+        if SELECTED_ATTENTION.on_kernels({"q": q, "k": k, "v": v}, backend):
+            result: Tensor = _selected_attention_kernels(q, k, v, chunks, weights, chunk, scale)
             return result
         k, v = k[:, : whole * chunk], v[:, : whole * chunk]
         result = _SelectedAttention.apply(q, k, v, chunks.long(), weights, chunk, scale)
@@ -128,18 +135,11 @@ def best_chunks(
     with torch.autocast(queries.device.type, enabled=False):
         inputs: dict[str, Tensor | None] = {"queries": queries, "vectors": vectors}
         inputs["chosen"] = finished.new_empty((0, count), dtype=torch.int32)
-        if _on_kernels("best_chunks", inputs, backend):
-            chunks, scores = triton.best_chunks(queries, vectors, finished, count)
+        if BEST_CHUNKS.on_kernels(inputs, backend):
+            chunks, scores = _best_chunks_kernels(queries, vectors, finished, count)
             return chunks, scores
         chunks, scores = _BestChunks.apply(queries.to(wide), vectors.to(wide), finished, count, reach)
     return chunks, scores
-
-
-def _on_kernels(op: str, inputs: dict[str, Tensor | None], backend: str | None) -> bool:
-    if backend or os.environ.get("LONGRECALL_BACKEND"):
-        return choose_backend(backend, op, inputs).kernels
-    like = next(iter(inputs.values()))
-    return like is not None and like.is_cuda and triton.declines(op, inputs) is None
 
 
 class _BestChunks(torch.autograd.Function):

@@ -5,9 +5,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longrecall.ops.dispatch import choose_backend
+from longrecall.ops.backends import CHUNKED, REFERENCE, Inputs, Op, declare, kernel, recurrence_functions
 from longrecall.ops.packing import check_boundaries, pack, unpack
+from longrecall.ops.recurrence import SHORTEST_CHUNKED
+from longrecall.ops.scan import blocked, reference
 from longrecall.ops.shapes import accumulation_dtype, prepare_state
+
+
+def _too_short(inputs: Inputs) -> str | None:
+    x = inputs["x"]
+    assert x is not None
+    # In plain torch the scan launches kernels for every step, so that its own kernel wins sooner than others do.
+    short = x.shape[1] <= SHORTEST_CHUNKED
+    return f"sequences of up to {SHORTEST_CHUNKED} tokens are left to plain torch" if short else None
+
+
+def _plain_for(inputs: Inputs) -> str:
+    x = inputs["x"]
+    assert x is not None
+    return REFERENCE if x.shape[1] <= SHORTEST_CHUNKED else CHUNKED
+
+
+SELECTIVE_SCAN = declare(
+    Op(
+        "selective_scan",
+        kernels="scan.triton.selective_scan",
+        functions=recurrence_functions(
+            "selective_scan",
+            reference=reference.selective_scan,
+            chunked=blocked.selective_scan,
+            triton=kernel("scan.triton.selective_scan", "selective_scan"),
+        ),
+        plain=(REFERENCE, CHUNKED),
+        slow=_too_short,
+        plain_for=_plain_for,
+    )
+)
 
 
 def selective_scan(
@@ -55,12 +88,12 @@ def selective_scan(
     dtype = accumulation_dtype(x, step, a, b, c, skip, initial_state)
     state = prepare_state(initial_state, (x.shape[0], a.shape[1], a.shape[0]), x, dtype)
     inputs = {"x": x, "step": step, "a": a, "b": b, "c": c}
-    chosen = choose_backend(backend, "selective_scan", {**inputs, "skip": skip, "state": state})
-    function = chosen.functions["selective_scan"]
+    chosen = SELECTIVE_SCAN.chosen({**inputs, "skip": skip, "state": state}, backend)
+    function = SELECTIVE_SCAN.functions[chosen]
     with torch.autocast(x.device.type, enabled=False):
         if not x.numel():
             y, final = x, state
-        elif chosen.kernels:
+        elif chosen not in SELECTIVE_SCAN.plain:
             y, final = function(**inputs, skip=skip, state=state)
         else:
             wide = {name: tensor.to(dtype) for name, tensor in inputs.items()}

@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrecall.ops.kernels import backend as triton
-from longrecall.ops.norms.op import _kernel
+from longrecall.ops.backends import Op, declare, kernel
+
+MIX_WITH_PREVIOUS = declare(Op("mix_with_previous", kernels="time_mixing.triton.token_shift", compiler_fuses=True))
+GATED_GROUP_NORM = declare(Op("gated_group_norm", kernels="time_mixing.triton.group_norm", compiler_fuses=True))
+
+_mix_with_previous_kernel = kernel("time_mixing.triton.token_shift", "mix_with_previous")
+_gated_group_norm_kernel = kernel("time_mixing.triton.group_norm", "gated_group_norm")
 
 
 def mix_with_previous(x: Tensor, shares: Tensor, *, backend: str | None = None) -> tuple[Tensor, ...]:
@@ -28,8 +33,8 @@ def mix_with_previous(x: Tensor, shares: Tensor, *, backend: str | None = None) 
     Raises:
         ValueError: the kernel was asked for by name and cannot serve the call.
     """
-    if _kernel("mix_with_previous", backend, {"x": x, "shares": shares}):
-        mixtures: tuple[Tensor, ...] = triton.mix_with_previous(x, shares)
+    if MIX_WITH_PREVIOUS.on_kernels({"x": x, "shares": shares}, backend):
+        mixtures: tuple[Tensor, ...] = _mix_with_previous_kernel(x, shares)
         return mixtures
     change = F.pad(x, (0, 0, 1, 0))[:, :-1] - x
     return tuple((x + change * share).to(x.dtype) for share in shares)
@@ -54,8 +59,8 @@ def gated_group_norm(
     Raises:
         ValueError: the kernel was asked for by name and cannot serve the call.
     """
-    if _kernel("gated_group_norm", backend, {"x": x, "gate": gate, "weight": weight, "bias": bias}):
-        out: Tensor = triton.gated_group_norm(x, gate, weight, bias, eps, dtype)
+    if GATED_GROUP_NORM.on_kernels({"x": x, "gate": gate, "weight": weight, "bias": bias}, backend):
+        out: Tensor = _gated_group_norm_kernel(x, gate, weight, bias, eps, dtype)
         return out
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     rows = x.to(wide).flatten(0, 1).flatten(1)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.kernels.launch import kernel, on_device, unsupported, walkers
+from longrecall.ops.kernels.launch import kernel, on_device, walkers, why_not_tensors
 
 MOST_TAPS = 4
 """Taps whose sums fit in registers beside the tile; more of them are left to plain torch."""
@@ -99,13 +99,13 @@ def depthwise_backward_kernel(
         tl.store(place + W * C, tl.sum(plain, 0)[None, :], mask=channel < C)
 
 
-def declines(x: Tensor, weight: Tensor) -> str | None:
+def why_not(x: Tensor, weight: Tensor) -> str | None:
     """Why the kernels cannot convolve x ``[B, T, C]`` with a weight ``[C, W]``, in words; None = they can."""
     if not 2 <= weight.shape[1] <= MOST_TAPS:
         return f"the kernels know convolutions of 2 to {MOST_TAPS} taps without activation, not of {weight.shape[1]}"
     if x.shape[1] < SHORTEST_TEXT:
         return f"fewer than {SHORTEST_TEXT} tokens are left to plain torch"
-    return unsupported(x, weight)
+    return why_not_tensors(x, weight)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.kernels.launch import kernel, on_device, unsupported
+from longrecall.ops.kernels.launch import kernel, on_device, why_not_tensors
 
 LAGS, PAIRS = 64, 32
 """Lags and eigenvalues of a tile."""
@@ -76,13 +76,13 @@ def diagonal_gradients_kernel(
     tl.store(d_gain + 2 * place + 1, tl.sum(to_imaginary, 0), mask=inside)
 
 
-def declines(rate: Tensor, angle: Tensor, gain: Tensor) -> str | None:
+def why_not(rate: Tensor, angle: Tensor, gain: Tensor) -> str | None:
     """Why the kernels cannot make taps of these, in words; None = they can."""
-    return unsupported(rate, angle, gain)
+    return why_not_tensors(rate, angle, gain)
 
 
 def taps(rate: Tensor, angle: Tensor, gain: Tensor, length: int) -> Tensor:
-    """`ops.diagonal.diagonal_taps` in float32: rate, angle ``[H, M]``, gain ``[H, M, 2]`` -> ``[H, length]``."""
+    """`diagonal.diagonal_taps` in float32: rate, angle ``[H, M]``, gain ``[H, M, 2]`` -> ``[H, length]``."""
     return cast(Tensor, _Taps.apply(length, *(x.float().contiguous() for x in (rate, angle, gain))))
 
 

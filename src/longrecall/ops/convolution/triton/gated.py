@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.kernels.launch import kernel, on_device, unsupported, walkers
+from longrecall.ops.kernels.launch import kernel, on_device, walkers, why_not_tensors
 
 WIDTH = 3
 """Taps."""
@@ -147,13 +147,13 @@ def gated_convolution_backward_kernel(
     _store_sums(sums + 2 * C, b0, b1, b2, b3, channel, C)
 
 
-def declines(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+def why_not(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """Why the kernels cannot convolve x ``[B, T, 3 C]`` with a weight ``[3 C, W]``, in words; None = they can."""
     if weight.shape[1] != WIDTH or bias is None:
         return f"the kernels know gated convolutions of {WIDTH} taps with a bias"
     if x.shape[1] < SHORTEST_TEXT:
         return f"fewer than {SHORTEST_TEXT} tokens are left to plain torch"
-    return unsupported(x, weight, bias)
+    return why_not_tensors(x, weight, bias)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

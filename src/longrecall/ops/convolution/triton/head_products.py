@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.kernels.launch import kernel, on_device, unsupported
+from longrecall.ops.kernels.launch import kernel, on_device, why_not_tensors
 
 WIDEST = 16
 """Channels of a head, over which the kernels loop."""
@@ -100,24 +100,24 @@ def read_gradients_kernel(q, y, d_out, d_q, d_y, size, WIDTH: tl.constexpr, BLOC
     _store(d_y, place, _left(q, place, within, WIDTH) * _right(d_out, place, within, WIDTH), within)
 
 
-def declines(k: Tensor, v: Tensor) -> str | None:
+def why_not(k: Tensor, v: Tensor) -> str | None:
     """Why the kernels cannot take heads ``[..., P]`` (and pairs of them), in words; None = they can."""
     width = k.shape[-1]
     if width > WIDEST or width & (width - 1):
         return f"heads must have a power of two of channels, up to {WIDEST}, not {width}"
     if k.numel() * width > MOST_PAIRS:
         return f"{k.numel() * width} pairs are more than the kernels can number ({MOST_PAIRS})"
-    return unsupported(k, v)
+    return why_not_tensors(k, v)
 
 
 def pair_products(k: Tensor, v: Tensor) -> Tensor:
-    """`ops.head_products.pair_products`."""
+    """`ops.convolution.head_products.pair_products`."""
     size = k.shape[-1] ** 2
     return cast(Tensor, _Pairs.apply(pair_products_kernel, pair_gradients_kernel, size, k.contiguous(), v.contiguous()))
 
 
 def read_pairs(q: Tensor, y: Tensor) -> Tensor:
-    """`ops.head_products.read_pairs`."""
+    """`ops.convolution.head_products.read_pairs`."""
     return cast(
         Tensor, _Pairs.apply(read_pairs_kernel, read_gradients_kernel, q.shape[-1], q.contiguous(), y.contiguous())
     )

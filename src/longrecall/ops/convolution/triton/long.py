@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.kernels.launch import arithmetic, block, kernel, on_device, product, unsupported
+from longrecall.ops.kernels.launch import arithmetic, block, kernel, on_device, product, why_not_tensors
 
 TILE = tl.constexpr(64)
 """Tokens of a tile of the Toeplitz matrix."""
@@ -98,7 +98,7 @@ def taps_kernel(
     tl.store(row + (column + TILE) % (2 * TILE), tl.zeros([TILE, TILE], tl.float32))
 
 
-def declines(x: Tensor, taps: Tensor, length: int) -> str | None:
+def why_not(x: Tensor, taps: Tensor, length: int) -> str | None:
     """Why the kernels cannot make the last `length` outputs of x ``[B, T, C]``, taps ``[C, L]``; None = they can."""
     if x.shape[1] != length:
         return "the kernels have no history"
@@ -106,7 +106,7 @@ def declines(x: Tensor, taps: Tensor, length: int) -> str | None:
         return f"the kernels serve {SHORTEST} to {LONGEST} tokens, not {x.shape[1]}"
     if x.shape[0] < FEWEST_ROWS:
         return f"fewer than {FEWEST_ROWS} rows are left to Fourier transforms"
-    return unsupported(x, taps)
+    return why_not_tensors(x, taps)
 
 
 def convolve(x: Tensor, taps: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.kernels.launch import MOST_ROWS, interpreting, kernel, on_device, processors, unsupported
+from longrecall.ops.kernels.launch import MOST_ROWS, interpreting, kernel, on_device, processors, why_not_tensors
 
 WIDTH = 4
 """Taps of the convolution; another width has no kernel."""
@@ -279,7 +279,7 @@ LEAST = 32
 """Channels that are worked on together at least: as many as a warp has lanes."""
 
 
-def declines(x: Tensor, weight: Tensor, activation: str | None) -> str | None:
+def why_not(x: Tensor, weight: Tensor, activation: str | None) -> str | None:
     """Why the kernels cannot convolve x ``[B, T, C]`` with a weight ``[C, W]``, in words; None = they can."""
     if activation != "silu":
         return "the kernels have SiLU after the convolution"
@@ -291,7 +291,7 @@ def declines(x: Tensor, weight: Tensor, activation: str | None) -> str | None:
         return f"fewer than {SHORTEST_TEXT} tokens are left to plain torch"
     if x.shape[0] > MOST_ROWS:
         return f"a batch has at most {MOST_ROWS} rows, not {x.shape[0]}"
-    return unsupported(x, weight)
+    return why_not_tensors(x, weight)
 
 
 def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:

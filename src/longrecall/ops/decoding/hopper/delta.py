@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from longrecall.ops.decoding.hopper.parts import begin, channel_decay, head_decay, heads_of, sigmoid, wide
+from longrecall.ops.decoding.hopper.parts import channel_decay, head_decay, heads_of, sigmoid, wait_for_previous, wide
 from longrecall.ops.kernels.gluon import gluon_kernel
 
 
@@ -47,7 +47,7 @@ def delta_step_kernel(
 ):  # fmt: skip
     """All keys of BV values of a state, with the plain kernel's arguments. ROWS: neighbouring keys of a thread."""
     if EARLY != 0:
-        begin()
+        wait_for_previous()
     UNITS: gl.constexpr = BV // 8
     TILE: gl.constexpr = gl.BlockedLayout([ROWS, 8], [32 // UNITS, UNITS], [WARPS, 1], [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from longrecall.ops.decoding.hopper.parts import add, begin, channel_decay, head_decay, heads_of, wide
+from longrecall.ops.decoding.hopper.parts import add, channel_decay, head_decay, heads_of, wait_for_previous, wide
 from longrecall.ops.kernels.gluon import gluon_kernel
 
 
@@ -28,7 +28,7 @@ def gated_step_kernel(
     ROWS: neighbouring keys of a thread.
     """
     if EARLY == 1:
-        begin()
+        wait_for_previous()
     UNITS: gl.constexpr = BV // 8
     TILE: gl.constexpr = gl.BlockedLayout([ROWS, 8], [32 // UNITS, UNITS], [WARPS, 1], [1, 0])
     GROUPS: gl.constexpr = gl.BlockedLayout([1, ROWS, 8], [32 // UNITS, 1, UNITS], [WARPS, 1, 1], [2, 1, 0])
@@ -46,7 +46,7 @@ def gated_step_kernel(
         async_copy.async_copy_global_to_shared(ring.index(i), tile + i * CHUNK * V)
         async_copy.commit_group()
     if EARLY == 2:
-        begin()
+        wait_for_previous()
     row, head, key_head, value_head = heads_of(place, HEADS, KEY_HEADS, SHARE, VALUE_HEADS)
     line = key_head * K + gl.arange(0, K, layout=LINE)
     queries = gl.allocate_shared_memory(gl.float32, [K], FLAT, gl.load(q + row * q_row + line).to(gl.float32))

@@ -56,8 +56,8 @@ def wide(raw):
 
 
 @gluon.jit
-def begin():
-    """Wait for the kernel before, let the next one come (see ops/kernels/early.py)."""
+def wait_for_previous():
+    """Wait for the kernel before, let the next one come (see ops/kernels/dependent_launch.py)."""
     gdc_wait()
     gdc_launch_dependents()
 

@@ -25,12 +25,12 @@ WIDEST = 256
 """Keys up to which the delta rule's tile may have 2 * VALUES values."""
 
 
-def declines(state: Tensor) -> str | None:
+def why_not(state: Tensor) -> str | None:
     """Why the kernels cannot serve a state ``[B, H, K, V]``, in words; None = they can."""
     K, V = state.shape[2:]
     if K not in KEYS or V % VALUES:
         return f"states must have {', '.join(map(str, KEYS))} keys and a multiple of {VALUES} values, not {K} x {V}"
-    return hopper.declines(state)
+    return hopper.why_not(state)
 
 
 def width(K: int, V: int, *, delta: bool) -> int:

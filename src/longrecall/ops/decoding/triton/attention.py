@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longrecall.ops.kernels.early import begin
+from longrecall.ops.kernels.dependent_launch import wait_for_previous
 from longrecall.ops.kernels.launch import arithmetic, block, kernel, processors, product, product_block, softmax_step
 
 WIDEST_HEAD, MOST_HEADS = 256, 128
@@ -79,7 +79,7 @@ def _attend_kernel(
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     """One row, key head and part of the keys; the part with the newest token's column writes it."""
-    begin(EARLY)
+    wait_for_previous(EARLY)
     split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     h, d, n = tl.arange(0, BH), tl.arange(0, BD), tl.arange(0, BN)
     own, channel = h < H // G, d < D
@@ -146,7 +146,7 @@ def _merge_kernel(
     EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     """One head of one row: the mean of its parts ``[SPLITS, D]``, weighed by the softmax of their sums' logarithms."""
-    begin(EARLY)
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     split, d = tl.arange(0, BS), tl.program_id(1) * BD + tl.arange(0, BD)
     weight = tl.load(sums + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))

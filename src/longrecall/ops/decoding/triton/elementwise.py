@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longrecall.ops.kernels.early import begin, begin_if_ahead, begin_unless_ahead
+from longrecall.ops.kernels.dependent_launch import wait_for_previous, wait_if_prefetching, wait_unless_prefetching
 from longrecall.ops.kernels.launch import kernel
 
 
@@ -26,12 +26,12 @@ def _sigmoid(x):
 def _add_norm_kernel(
     stream, update, weight, out, size, eps, UPDATE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = 0
 ):  # fmt: skip
-    begin_unless_ahead(EARLY)
+    wait_unless_prefetching(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     norm = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    begin_if_ahead(EARLY)
+    wait_if_prefetching(EARLY)
     x = tl.load(stream + row * size + columns, mask=inside, other=0.0)
     if UPDATE:
         added = x.to(tl.float32) + tl.load(update + row * size + columns, mask=inside, other=0.0).to(tl.float32)
@@ -63,7 +63,7 @@ def add_norm(stream: Tensor, update: Tensor | None, weight: Tensor, eps: float, 
 
 @kernel
 def _silu_product_kernel(gate, up, out, count, BLOCK: tl.constexpr, EARLY: tl.constexpr = 0):
-    begin(EARLY)
+    wait_for_previous(EARLY)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     x = tl.load(gate + place, mask=inside, other=0.0)
@@ -88,12 +88,12 @@ def _taps(
     inside = column < channels
     total = tl.zeros([BLOCK], tl.float32)
     history = state + row * (W - 1) * channels + column
-    begin_unless_ahead(EARLY)
+    wait_unless_prefetching(EARLY)
     last = tl.load(weight + column * W + (W - 1), mask=inside, other=0.0).to(tl.float32)
     for tap in tl.static_range(W - 1):
         past = tl.load(history + tap * channels, mask=inside, other=0.0)
         total += tl.load(weight + column * W + tap, mask=inside, other=0.0).to(tl.float32) * past.to(tl.float32)
-    begin_if_ahead(EARLY)
+    wait_if_prefetching(EARLY)
     newest = tl.load(x + row * x_row + column, mask=inside, other=0.0)
     total = last * newest.to(tl.float32) + total
     # No thread writes where another has yet to read, whichever numbers each of them loads and stores.
@@ -163,7 +163,7 @@ def _gated_norm_kernel(
     WEIGHTED: tl.constexpr, GATED: tl.constexpr, GATE_FIRST: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr = 0,
 ):  # fmt: skip
-    begin(EARLY)
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     groups = tl.num_programs(1)

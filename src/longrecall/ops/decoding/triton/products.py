@@ -2,7 +2,7 @@
 
 At batch 1 a decoding step is bound by the number of launches and by reading every weight once. A library product is one
 launch per weight; here a layer's input projections are one, and the norm before them is formed where it is needed. What
-a program holds of a weight is asked for while the kernel before is still at work (see ops/kernels/early.py).
+a program holds of a weight is asked for while the kernel before is still at work (see ops/kernels/dependent_launch.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longrecall.ops.kernels.early import begin_if_ahead, begin_unless_ahead
+from longrecall.ops.kernels.dependent_launch import wait_if_prefetching, wait_unless_prefetching
 from longrecall.ops.kernels.launch import kernel
 
 MOST_PARTS = 9
@@ -116,9 +116,9 @@ def _project_kernel(
     if PARTS > 8:
         w, count, begun, place = _or_next(w, count, begun, place, w8, n8, block, BN)
     n = (block - begun) * BN + tl.arange(0, BN)
-    begin_unless_ahead(EARLY)
+    wait_unless_prefetching(EARLY)
     held, norm_part = weight_part(w, n, count, 0, size, BD), vector_part(norm, 0, size, BD)
-    begin_if_ahead(EARLY)
+    wait_if_prefetching(EARLY)
     part = vector_part(x, 0, size, BD)
     scale = _normed_scale(part, x, size, eps, BD)
     y = product_of(held, part, x, norm, norm_part, scale, w, n, count, size, True, BD)
@@ -151,10 +151,10 @@ def _gate_up_kernel(
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     x += row * size
     kind = out.dtype.element_ty
-    begin_unless_ahead(EARLY)
+    wait_unless_prefetching(EARLY)
     gate_held, up_held = weight_part(gate, n, count, 0, size, BD), weight_part(up, n, count, 0, size, BD)
     norm_part = vector_part(norm, 0, size, BD)
-    begin_if_ahead(EARLY)
+    wait_if_prefetching(EARLY)
     part = vector_part(x, 0, size, BD)
     scale = _normed_scale(part, x, size, eps, BD)
     g = product_of(gate_held, part, x, norm, norm_part, scale, gate, n, count, size, True, BD).to(kind).to(tl.float32)
@@ -181,9 +181,9 @@ def _add_product_kernel(
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     x += row * x_row
-    begin_unless_ahead(EARLY)
+    wait_unless_prefetching(EARLY)
     held = weight_part(w, n, count, 0, size, BD)
-    begin_if_ahead(EARLY)
+    wait_if_prefetching(EARLY)
     part = vector_part(x, 0, size, BD)
     y = product_of(held, part, x, x, part, 1.0, w, n, count, size, False, BD).to(w.dtype.element_ty).to(tl.float32)
     place = stream + row * count + n

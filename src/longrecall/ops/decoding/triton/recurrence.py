@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longrecall.ops.decoding.hopper import recurrence as hopper_decoding
-from longrecall.ops.kernels.early import begin, begin_if_ahead, begin_unless_ahead
+from longrecall.ops.kernels.dependent_launch import wait_for_previous, wait_if_prefetching, wait_unless_prefetching
 from longrecall.ops.kernels.launch import interpreting, kernel, processors
 
 GATES = {None: 0, "fixed": 1, "delta": 2, "channel": 3, "step": 4}
@@ -161,11 +161,12 @@ def _recurrence_kernel(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, VALUE_HEADS: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr, NORMALISE: tl.constexpr,
     SKIP: tl.constexpr, FAST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr = 0,
+    PREFETCH: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     """A block of values of one head's state; neighbouring programs have neighbouring blocks.
 
-    AHEAD: few programs, which may read what they hold ahead. Many have enough under way as it is.
+    PREFETCH: there are few programs, and each may ask for its tile of the state before it waits. Many programs have
+    enough loads under way without.
     """
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     REPEATS: tl.constexpr = HEADS // KEY_HEADS
@@ -182,13 +183,13 @@ def _recurrence_kernel(
     channels = gate + row * gate_row + key_head * K
     # A tile of one number has no pair.
     PAIRS: tl.constexpr = FAST and state.dtype.element_ty == tl.bfloat16 and BK * BV > 1
-    if AHEAD:
-        begin_unless_ahead(EARLY)
+    if PREFETCH:
+        wait_unless_prefetching(EARLY)
         tile, inside = _tile_at(state, 0, values, K, V, BK)
         held = tl.load(tile, mask=inside, other=0.0)
-        begin_if_ahead(EARLY)
+        wait_if_prefetching(EARLY)
     else:
-        begin(EARLY)
+        wait_for_previous(EARLY)
     rate, bias_of, A_of = 0.0, 0.0, 0.0
     if GATE == 1 or GATE == 2 or GATE == 4:
         rate = tl.load(gate + row * gate_row + head)
@@ -202,7 +203,7 @@ def _recurrence_kernel(
         keys = first + tl.arange(0, BK)
         in_keys = keys < K
         tile, inside = _tile_at(state, first, values, K, V, BK)
-        raw = held if AHEAD else tl.load(tile, mask=inside, other=0.0)
+        raw = held if PREFETCH else tl.load(tile, mask=inside, other=0.0)
         key = tl.load(k + keys, mask=in_keys, other=0.0)
         query = tl.load(q + keys, mask=in_keys, other=0.0)
         rates = tl.load(channels + keys, mask=in_keys, other=0.0) if GATE == 3 else rate
@@ -295,11 +296,11 @@ def recurrence(
         "GATE": GATES[gate.kind], "DELTA": beta is not None, "NORMALISE": normalise, "SKIP": skip is not None,
     }  # fmt: skip
     wanted = tile is None and not few and state.dtype == torch.bfloat16
-    if wanted and hopper_decoding.declines(state) is None:
+    if wanted and hopper_decoding.why_not(state) is None:
         hopper_decoding.launch(arguments, batch * heads, constants)
         return out
     BK, BV, warps = tile or _tile(K, V, delta=beta is not None, few=few)
     _recurrence_kernel[(batch * heads * triton.cdiv(V, BV),)](
-        *arguments, **constants, FAST=not interpreting(), BK=BK, BV=BV, AHEAD=few and BK >= K, num_warps=warps
+        *arguments, **constants, FAST=not interpreting(), BK=BK, BV=BV, PREFETCH=few and BK >= K, num_warps=warps
     )
     return out

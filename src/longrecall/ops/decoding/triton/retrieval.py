@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longrecall.ops.decoding.triton.products import small_product
-from longrecall.ops.kernels.early import begin
+from longrecall.ops.kernels.dependent_launch import wait_for_previous
 from longrecall.ops.kernels.launch import arithmetic, block, kernel, product, product_block, softmax_step
 
 SPANS = ((1024, 64, 64), (1 << 62, 256, 64))
@@ -76,7 +76,7 @@ def _choose_kernel(
     U: tl.constexpr, E: tl.constexpr, SPAN: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
     BE: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
-    begin(EARLY)
+    wait_for_previous(EARLY)
     b = tl.program_id(0).to(tl.int64)
     at = tl.load(position + b)
     if tl.program_id(1) == 0:
@@ -181,7 +181,7 @@ def _read_kernel(
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     """One row and key head: the lists merged, and attention to the tokens of the TOP best chunks."""
-    begin(EARLY)
+    wait_for_previous(EARLY)
     b, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     h, d, token, m, e = (
         tl.arange(0, BH), tl.arange(0, BD), tl.arange(0, BM), tl.arange(0, BP), tl.arange(0, BE),
@@ -286,7 +286,7 @@ def _blend_kernel(
     U: tl.constexpr, SHARED: tl.constexpr, BIAS: tl.constexpr, PART: tl.constexpr, GIVEN: tl.constexpr,
     BD: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
-    begin(EARLY)
+    wait_for_previous(EARLY)
     b = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     inside = d < size
@@ -337,7 +337,7 @@ def _blend_products_kernel(
     U: tl.constexpr, BIAS: tl.constexpr, PART: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     EARLY: tl.constexpr = 0,
 ):  # fmt: skip
-    begin(EARLY)
+    wait_for_previous(EARLY)
     b = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = n < count

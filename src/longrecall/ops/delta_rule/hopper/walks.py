@@ -21,7 +21,7 @@ FEWEST = 3
 def serve(plan: Plan, *tensors: Tensor) -> bool:
     """Whether walks that read these bfloat16 tensors, v first, by asynchronous copies run here."""
     fits = plan.key_width == WIDTH and plan.value_width == WIDTH
-    return fits and hopper.declines(*tensors) is None
+    return fits and hopper.why_not(*tensors) is None
 
 
 def serve_forward(plan: Plan, *tensors: Tensor) -> bool:

@@ -27,7 +27,7 @@ from longrecall.ops.delta_rule.triton.gate_gradients import finish_gates
 from longrecall.ops.delta_rule.triton.inverse import invert_kernel
 from longrecall.ops.delta_rule.triton.plan import SIZE, Plan, plan_of
 from longrecall.ops.kernels import hopper, launch
-from longrecall.ops.kernels.launch import interpreting, on_device, unsupported
+from longrecall.ops.kernels.launch import interpreting, on_device, why_not_tensors
 from longrecall.ops.kernels.part_sums import added, part_sums
 from longrecall.ops.linear_attention.chunked import STRONGEST_DECAY
 
@@ -44,7 +44,7 @@ MOST_STATES = launch.MOST_ROWS
 """Programs along the second and third axis of a grid."""
 
 
-def declines(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor, **_: Any) -> str | None:
+def why_not(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor, **_: Any) -> str | None:
     """Why these inputs cannot be served, in words; None = they can."""
     if log_decay is not None and log_decay.dim() == 4:
         return "the kernels have one decay per head, not one per key channel"
@@ -55,7 +55,7 @@ def declines(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Te
         return f"keys of more than {WIDEST_FLOAT32_KEYS} channels, here {q.shape[3]}, are served in bfloat16 alone"
     if beta.shape[0] * beta.shape[2] > MOST_STATES:
         return f"a call has at most {MOST_STATES} states, not {beta.shape[0]} rows of {beta.shape[2]} heads"
-    return unsupported(q, k, v)
+    return why_not_tensors(q, k, v)
 
 
 def built_width(width: int) -> int:
@@ -84,7 +84,7 @@ def subhead_delta_rule(
     state: Tensor,
     weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Same contract as `ops.subheads.subhead_delta_rule`; neither repeated values nor subhead outputs are stored."""
+    """The contract of `subheads.subhead_delta_rule`; repeated values and subhead outputs are not stored."""
     keys, values = state.shape[2:]
     more_keys, more_values = built_width(keys) - keys, built_width(values) - values
     if more_keys or more_values:
@@ -145,7 +145,7 @@ def _invert(plan: Plan, k: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[Ten
     shape = (plan.rows, plan.heads, plan.chunks * SIZE)
     cumulative = log_decay.new_empty(shape)
     inverse = k.new_empty((*shape, SIZE), dtype=plan.kept)
-    if hopper.declines(k) is None:
+    if hopper.why_not(k) is None:
         from longrecall.ops.delta_rule.hopper import inverse as on_hopper
 
         on_hopper.invert_kernel[(plan.chunks * plan.heads, plan.rows)](
@@ -301,7 +301,7 @@ def _keys_backward(plan: Plan, inputs: tuple[Any, ...], walked: tuple[Tensor, ..
     q, k, _, log_decay, beta, weights, _ = inputs
     d_q, d_k, _, d_log_decay, d_beta, _ = into
     block = plan.key_tile
-    explicit = plan.key_width == plan.value_width == 128 and hopper.declines(q, k, d_q, d_k, *walked) is None
+    explicit = plan.key_width == plan.value_width == 128 and hopper.why_not(q, k, d_q, d_k, *walked) is None
     blocks = 1 if explicit else plan.key_width // block
     # Value heads of one key head share its queries and keys: theirs add up afterwards, in float32.
     shared = plan.heads // plan.key_heads

@@ -83,13 +83,13 @@ def expanded_delta_rule(
     return cast(tuple[Tensor, Tensor], _ExpandedDeltaRule.apply(make, scale, *heads, *gates))
 
 
-def declines(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor, **_: Any) -> str | None:
+def why_not(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor, **_: Any) -> str | None:
     """Why a layer's heads cannot go through convolution and delta rule without a copy, in words; None = they can."""
     for name, width in (("key", q.shape[3]), ("value", v.shape[3])):
         if not 1 <= width <= delta_rule.WIDTHS[-1] or delta_rule.built_width(width) != width:
             built = ", ".join(map(str, delta_rule.WIDTHS))
             return f"heads with a {name} width of {width} would have to be filled up; kernels are built for {built}"
-    return delta_rule.declines(q, k, v, log_decay, beta)
+    return delta_rule.why_not(q, k, v, log_decay, beta)
 
 
 @dataclass(frozen=True)
@@ -205,16 +205,24 @@ class _Remade:
             self.weight, self.active = weight.to(y.dtype).contiguous(), make.active(y)
             self.d_weights = self.weight.new_empty((len(groups), *weight.shape))
             self.for_weight = iter(self.d_weights)
+        # Which kernels serve a group is asked once: the room for its gradients, its forward and its backward go by it.
+        self.on_hopper = {rows.start: self.serves_on_hopper(rows) for rows in groups}
         counts = [self.parts(rows) for rows in groups]
         self.d_taps = y.new_empty((sum(counts), convolution.WIDTH, len(taps)), dtype=torch.float32)
         self.for_taps = iter(self.d_taps.split(counts))
 
     def parts(self, rows: slice) -> int:
         """Parts of the taps' gradient that come from some rows: of the kernel that is given the same tensors."""
-        y = self.heads[0][rows]
         if self.heads[2] is None:
-            return convolution.parts(y)
-        return expansion.parts(self.active[rows], self.weight, y if self.maker.grafted else None, self.heads[3])
+            return convolution.parts(self.heads[0][rows])
+        return expansion.parts(self.active[rows], self.heads[3], self.on_hopper[rows.start])
+
+    def serves_on_hopper(self, rows: slice) -> bool:
+        """Whether the kernels in Gluon expand some rows."""
+        if self.heads[2] is None:
+            return False
+        grafted = self.heads[0][rows] if self.maker.grafted else None
+        return expansion.serves_on_hopper(self.active[rows], self.weight, grafted)
 
     def make(self, rows: slice) -> Tensor:
         """What the layer's forward made of these rows."""
@@ -223,7 +231,8 @@ class _Remade:
             return convolution.forward(y[rows], taps, state[rows], normalise=self.normalise)
         grafted = y[rows] if self.maker.grafted else None
         self.made_of = (self.active[rows], self.weight, grafted, taps, state[rows])
-        made, self.kept = expansion.forward(*self.made_of, normalise=self.normalise)
+        on_hopper = self.on_hopper[rows.start]
+        made, self.kept = expansion.forward(*self.made_of, normalise=self.normalise, on_hopper=on_hopper)
         return made
 
     def backward(self, d_made: Tensor) -> None:

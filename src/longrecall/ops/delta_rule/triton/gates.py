@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.kernels.launch import kernel, on_device, unsupported
+from longrecall.ops.kernels.launch import kernel, on_device, why_not_tensors
 
 TILE = 512
 """Numbers of either gate that a program works on, tokens times heads."""
@@ -83,15 +83,15 @@ def gates_backward_kernel(
     tl.store(place + H, tl.sum(d * slope, 0)[None, :], mask=heads < H)
 
 
-def declines(decay: Tensor, write: Tensor, **_: Any) -> str | None:
+def why_not(decay: Tensor, write: Tensor, **_: Any) -> str | None:
     """Why the kernels cannot make these gates, in words; None = they can."""
     if decay.shape[-1] > MOST_HEADS:
         return f"{decay.shape[-1]} heads are too many; the kernels hold up to {MOST_HEADS}"
-    return unsupported(decay, write)
+    return why_not_tensors(decay, write)
 
 
 def delta_gates(decay: Tensor, write: Tensor, log_rate: Tensor, bias: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """See `ops.gates.delta_gates`."""
+    """See `ops.delta_rule.gates.delta_gates`."""
     heads = decay.shape[-1]
     # Rows of a wider projection are read where they lie.
     rows = [x if x.stride(1) == 1 else x.contiguous() for x in (y.reshape(-1, heads) for y in (decay, write))]

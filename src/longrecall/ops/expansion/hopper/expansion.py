@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from longrecall.ops.kernels.hopper import declines as hopper_declines
+from longrecall.ops.kernels import hopper
 from longrecall.ops.kernels.launch import on_device
 
 WIDTHS = (64, 128)
@@ -19,7 +19,7 @@ REGISTERS = 256
 """Registers that a multiprocessor has for each thread of 8 warps."""
 
 
-def declines(y: Tensor, weight: Tensor, grafted: Tensor | None = None) -> str | None:
+def why_not(y: Tensor, weight: Tensor, grafted: Tensor | None = None) -> str | None:
     """Why the kernels cannot expand y ``[B, T, H, D]`` with a weight ``[H, D, F]``, in words; None = they can.
 
     `grafted`, as y, is read by asynchronous copies.
@@ -28,7 +28,7 @@ def declines(y: Tensor, weight: Tensor, grafted: Tensor | None = None) -> str | 
         return f"heads must be {' or '.join(map(str, WIDTHS))} wide, not {y.shape[3]}"
     if weight.dtype != y.dtype:
         return "the heads and the expansion have different dtypes"
-    return hopper_declines(y) if grafted is None else hopper_declines(y, grafted)
+    return hopper.why_not(y) if grafted is None else hopper.why_not(y, grafted)
 
 
 def forward(

@@ -7,7 +7,7 @@ the convolution reads, for its own pass, and so does what it is the backward of 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -18,7 +18,7 @@ from longrecall.ops.convolution.triton import short as convolution
 from longrecall.ops.convolution.triton.short import convolve_heads, laid_out
 from longrecall.ops.expansion.hopper import expansion as hopper
 from longrecall.ops.expansion.triton.forward import TOKENS, forward_kernel
-from longrecall.ops.kernels.launch import arithmetic, interpreting, on_device, processors, unsupported
+from longrecall.ops.kernels.launch import arithmetic, interpreting, on_device, processors, why_not_tensors
 
 WIDTHS = (64, 128)
 """Widths of heads that the kernels are built for: a weight of 256 x 256 would fill the shared memory."""
@@ -31,6 +31,15 @@ LONGEST = 16
 
 PROGRAMS = 4
 """Programs for each multiprocessor below which they are made shorter."""
+
+
+class Kept(NamedTuple):
+    """What `backward` needs of `forward`, and which kernels it is for."""
+
+    on_hopper: bool
+    """Whether the forward ran on the kernels in Gluon, which the backward then does too."""
+    tensor: Tensor | None
+    """On Hopper norms, None without a norm; elsewhere the convolution's inputs."""
 
 
 @torch.no_grad()
@@ -46,7 +55,7 @@ def expand_and_convolve(
 ) -> Tensor:
     """`convolve_heads` of `expand`, without a gradient.
 
-    In one launch, or one after the other where the kernel declines. Either way the expansion is rounded to the dtype
+    In one launch, or one after the other where the kernel why_not. Either way the expansion is rounded to the dtype
     of y before the convolution, and the result at the end. The product adds up in another order, so that now and then
     the first rounding goes to the other neighbour.
 
@@ -62,12 +71,12 @@ def expand_and_convolve(
     Returns:
         ``[B, T, H * E, D]`` in the dtype of y.
     """
-    if declines(y, weight) is not None:
+    if why_not(y, weight) is not None:
         return convolve_heads(expand(y, weight, grafted), taps, state, normalise=normalise, eps=eps)
     y, weight, taps = y.contiguous(), weight.contiguous(), taps.contiguous()
     grafted = grafted if grafted is None else grafted.contiguous()
     before = _before(y, state)
-    if hopper.declines(y, weight, grafted) is None:
+    if serves_on_hopper(y, weight, grafted):
         return hopper.forward(y, weight, grafted, taps, before, normalise, eps)[0]
     heads, width = y.shape[2:]
     factor = weight.shape[2] // width + (grafted is not None)
@@ -92,15 +101,18 @@ def forward(
     *,
     normalise: bool,
     eps: float = 1e-6,
-) -> tuple[Tensor, Tensor | None]:
-    """`expand_and_convolve`, whose arguments these are, all contiguous but the state.
+    on_hopper: bool | None = None,
+) -> tuple[Tensor, Kept]:
+    """`expand_and_convolve`, whose arguments these are, all contiguous but the state; also what `backward` needs of it.
 
-    Also what `backward` needs of it: norms on Hopper, None without a norm, and elsewhere the convolution's inputs.
+    `on_hopper` is what `serves_on_hopper` said, for who has asked already.
     """
-    if hopper.declines(y, weight, grafted) is None:
-        return hopper.forward(y, weight, grafted, taps, _before(y, state), normalise, eps, keep=True)
+    if serves_on_hopper(y, weight, grafted) if on_hopper is None else on_hopper:
+        out, norms = hopper.forward(y, weight, grafted, taps, _before(y, state), normalise, eps, keep=True)
+        return out, Kept(True, norms)
     z = expand(y, weight, grafted)
-    return convolution.forward(z, taps, laid_out(state.to(z.dtype)), normalise=normalise, eps=eps), z
+    out = convolution.forward(z, taps, laid_out(state.to(z.dtype)), normalise=normalise, eps=eps)
+    return out, Kept(False, z)
 
 
 def backward(
@@ -109,7 +121,7 @@ def backward(
     grafted: Tensor | None,
     taps: Tensor,
     state: Tensor,
-    kept: Tensor | None,
+    kept: Kept,
     d_out: Tensor,
     d_before: Tensor,
     *,
@@ -124,14 +136,14 @@ def backward(
     tensors of theirs, contiguous.
     """
     if into is None:
-        shape = (parts(y, weight, grafted, taps), convolution.WIDTH, len(taps))
+        shape = (parts(y, taps, kept.on_hopper), convolution.WIDTH, len(taps))
         into = (torch.empty_like(y), torch.empty_like(weight), y.new_empty(shape, dtype=torch.float32))
     d_y, d_weight, d_taps = into
-    if hopper.declines(y, weight, grafted) is None:
-        rest = (taps, _before(y, state), kept, d_out, d_before, d_taps, normalise)
+    if kept.on_hopper:
+        rest = (taps, _before(y, state), kept.tensor, d_out, d_before, d_taps, normalise)
         d_z = hopper.backward(y, weight, grafted, *rest)
     else:
-        z, d_z = cast(Tensor, kept), torch.empty_like(d_out)
+        z, d_z = cast(Tensor, kept.tensor), torch.empty_like(d_out)
         found = (d_out, d_z, d_before, d_taps)
         convolution.backward(z, taps, laid_out(state.to(z.dtype)), *found, normalise=normalise, eps=eps)
     d_wide, first = d_z.unflatten(2, (y.shape[2], -1)).flatten(3), 0 if grafted is None else y.shape[3]
@@ -139,9 +151,14 @@ def backward(
     return d_y, d_weight, d_wide[..., :first] if first else None, d_taps
 
 
-def parts(y: Tensor, weight: Tensor, grafted: Tensor | None, taps: Tensor) -> int:
-    """Parts of the taps' gradient that `backward` writes, whose first arguments these are."""
-    if hopper.declines(y, weight, grafted) is None:
+def serves_on_hopper(y: Tensor, weight: Tensor, grafted: Tensor | None) -> bool:
+    """Whether the kernels in Gluon serve `forward`, whose first arguments these are, and its `backward`."""
+    return hopper.why_not(y, weight, grafted) is None
+
+
+def parts(y: Tensor, taps: Tensor, on_hopper: bool) -> int:
+    """Parts of the taps' gradient that `backward` writes, for what `serves_on_hopper` said."""
+    if on_hopper:
         return hopper.parts(y, len(taps) // y.shape[3])
     return convolution.parts(y)
 
@@ -151,7 +168,7 @@ def _before(y: Tensor, state: Tensor) -> Tensor:
     return state.to(y.dtype).transpose(1, 2).contiguous()
 
 
-def declines(y: Tensor, weight: Tensor) -> str | None:
+def why_not(y: Tensor, weight: Tensor) -> str | None:
     """Why the kernels cannot expand y ``[B, T, H, D]`` with a weight ``[H, D, F]``, in words; None = they can."""
     if y.shape[3] not in WIDTHS:
         return f"heads must be {' or '.join(map(str, WIDTHS))} wide, not {y.shape[3]}"
@@ -159,7 +176,7 @@ def declines(y: Tensor, weight: Tensor) -> str | None:
         return f"the product is built for bfloat16, not for {str(y.dtype).removeprefix('torch.')}"
     if weight.dtype != y.dtype:
         return "the heads and the expansion have different dtypes"
-    return unsupported(y)
+    return why_not_tensors(y)
 
 
 def expand(y: Tensor, weight: Tensor, grafted: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.kernels.launch import kernel, on_device, unsupported
+from longrecall.ops.kernels.launch import kernel, on_device, why_not_tensors
 from longrecall.ops.norms.triton.rms_norm import WIDEST, programs, sizes
 
 
@@ -79,16 +79,16 @@ def bonus_backward_kernel(
     tl.store(sums + (start * HEADS + head) * KEYS + key, tl.sum(total, 0)[None, :], mask=key < KEYS)
 
 
-def declines(reads: Tensor, first: Tensor, r: Tensor, k: Tensor, v: Tensor, bonus: Tensor) -> str | None:
+def why_not(reads: Tensor, first: Tensor, r: Tensor, k: Tensor, v: Tensor, bonus: Tensor) -> str | None:
     """Why the kernels cannot put these together (see `add_bonus`), in words; None = they can."""
     widest = max(r.shape[-1], v.shape[-1])
     if widest > WIDEST:
         return f"heads of {widest} channels are too wide; the kernels hold up to {WIDEST}"
-    return unsupported(reads, first, r, k, v, bonus)
+    return why_not_tensors(reads, first, r, k, v, bonus)
 
 
 def add_bonus(reads: Tensor, first: Tensor, r: Tensor, k: Tensor, v: Tensor, bonus: Tensor) -> Tensor:
-    """`ops.bonus_attention.add_bonus`."""
+    """`ops.linear_attention.bonus.add_bonus`."""
     return cast(Tensor, _AddBonus.apply(*(x.contiguous() for x in (reads, first, r, k, v, bonus))))
 
 

@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from longrecall.ops.kernels import launch
-from longrecall.ops.kernels.launch import Arithmetic, arithmetic, block, unsupported
+from longrecall.ops.kernels.launch import Arithmetic, arithmetic, block, why_not_tensors
 from longrecall.ops.linear_attention.chunked import STRONGEST_DECAY
 from longrecall.ops.linear_attention.triton import backward as backward_kernels
 from longrecall.ops.linear_attention.triton import forward as forward_kernels
@@ -33,11 +33,11 @@ SEGMENT_BYTES = 2**30
 FLOOR = STRONGEST_DECAY[torch.float32]
 
 
-def declines(
+def why_not(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, mixing: Tensor | None = None, **_: Any
 ) -> str | None:
     """Why these inputs cannot be served, in words; None = they can."""
-    reason = unsupported(q, k, v)
+    reason = why_not_tensors(q, k, v)
     if reason:
         return reason
     width, values = q.shape[3], v.shape[3]

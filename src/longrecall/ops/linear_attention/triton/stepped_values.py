@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.kernels.launch import kernel, on_device, unsupported
+from longrecall.ops.kernels.launch import kernel, on_device, why_not_tensors
 from longrecall.ops.norms.triton.rms_norm import WIDEST, programs, sizes
 
 
@@ -75,19 +75,19 @@ def values_gradient_kernel(
     tl.store(sums + first * HEADS + head, tl.sum(total))
 
 
-def declines(values: Tensor, step: Tensor, skip: Tensor) -> str | None:
+def why_not(values: Tensor, step: Tensor, skip: Tensor) -> str | None:
     """Why the kernels cannot take values ``[B, T, H, P]``, in words; None = they can."""
     if values.shape[-1] > WIDEST:
         return f"heads of {values.shape[-1]} channels are too wide; the kernels hold up to {WIDEST}"
     if step.dtype != torch.float32 or skip.dtype != torch.float32:
         return f"time steps and D must be float32, not {step.dtype} and {skip.dtype}"
-    return unsupported(values, step, skip)
+    return why_not_tensors(values, step, skip)
 
 
 def stepped_values(
     values: Tensor, step: Tensor, skip: Tensor, attend: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """`ops.state_space.stepped_values`."""
+    """`ops.linear_attention.stepped_values.stepped_values`."""
     width = values.shape[3]
     even = values.shape[0] == 1 or values.stride(0) == values.shape[1] * values.stride(1)
     values = values if even and values.stride()[2:] == (width, 1) else values.contiguous()

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.kernels.launch import kernel, on_device, unsupported
+from longrecall.ops.kernels.launch import kernel, on_device, why_not_tensors
 from longrecall.ops.norms.triton import rms_norm as normalisation
 from longrecall.ops.norms.triton.rms_norm import _places
 
@@ -138,17 +138,22 @@ def silu_product_backward_kernel(gate, up, d_out, d_gate, d_up, out, count, OUT:
         tl.store(out + place, (activated * factor).to(out.dtype.element_ty), mask=inside)
 
 
-def declines(gate: Tensor, up: Tensor, **_: Any) -> str | None:
+def why_not_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int = 1) -> str | None:
+    """Why the kernels cannot norm x ``[..., groups * width]`` and multiply it by a gate, in words; None = they can."""
+    return normalisation.why_not(x, weight, groups) or why_not_tensors(gate)
+
+
+def why_not(gate: Tensor, up: Tensor) -> str | None:
     """Why the SwiGLU kernels cannot take these tensors, in words; None = they can."""
     if gate.dtype != up.dtype:
         return f"gate and up must have one dtype, not {gate.dtype} and {up.dtype}"
-    return unsupported(gate, up)
+    return why_not_tensors(gate, up)
 
 
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, kind: str, dtype: torch.dtype, groups: int = 1
 ) -> Tensor:
-    """The norm of x times its gate; see `ops.normalisation.gated_rms_norm`. `kind` is one of `GATES`."""
+    """The norm of x times its gate; see `ops.norms.op.gated_rms_norm`. `kind` is one of `GATES`."""
     return _gated_norm(x, gate, weight, None, eps, kind, dtype, groups).view(x.shape)
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.kernels.launch import kernel, on_device, processors, unsupported
+from longrecall.ops.kernels.launch import kernel, on_device, processors, why_not_tensors
 
 WIDEST = 8192
 """Numbers of a row, which is held in registers."""
@@ -94,18 +94,18 @@ def norm_backward_kernel(
     tl.store(place, tl.sum(sums, 0)[None, :], mask=width < WIDTH)
 
 
-def declines(x: Tensor, weight: Tensor, groups: int = 1, **_: Any) -> str | None:
-    """Why the kernels cannot norm x ``[..., groups * width]``, in words; None = they can."""
+def why_not(x: Tensor, weight: Tensor, groups: int = 1, update: Tensor | None = None) -> str | None:
+    """Why the kernels cannot norm x ``[..., groups * width]`` or x + update, in words; None = they can."""
     width = x.shape[-1] // groups
     if width > WIDEST:
         return f"rows of {width} numbers are too wide; the kernels hold up to {WIDEST}"
-    return unsupported(x, weight)
+    return why_not_tensors(x, weight, *(() if update is None else (update,)))
 
 
 def add_rms_norm(
     x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, groups: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """The sum of x and `update`, and its norm in `dtype`; see `ops.normalisation.add_rms_norm`."""
+    """The sum of x and `update`, and its norm in `dtype`; see `ops.norms.op.add_rms_norm`."""
     shape, width = x.shape, x.shape[-1]
     inputs = [None if t is None else t.reshape(-1, width).contiguous() for t in (x, update)]
     gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, update, weight))

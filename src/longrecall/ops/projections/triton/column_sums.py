@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longrecall.ops.kernels.launch import kernel, on_device, unsupported, walkers
+from longrecall.ops.kernels.launch import kernel, on_device, walkers, why_not_tensors
 
 ROWS, COLUMNS = 64, 64
 """The tile that a program adds up at a time."""
@@ -30,9 +30,9 @@ def column_sums_kernel(x, sums, N, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
     tl.store(sums + tl.program_id(0) * C + channel, tl.sum(total, 0)[None, :], mask=channel < C)
 
 
-def declines(x: Tensor) -> str | None:
+def why_not(x: Tensor) -> str | None:
     """Why the kernel cannot sum the columns of x ``[N, C]``, in words; None = it can."""
-    return unsupported(x)
+    return why_not_tensors(x)
 
 
 def column_sums(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from longrecall.ops.kernels.launch import kernel, on_device, unsupported
+from longrecall.ops.kernels.launch import kernel, on_device, why_not_tensors
 
 ROWS, COLUMNS = 64, 64
 """Tokens and channels of a tile."""
@@ -76,15 +76,15 @@ def long_runs_kernel(ids, out, heads, tails, N, D, ROWS: tl.constexpr, COLUMNS: 
         tl.store(out + key.to(tl.int64) * D + channel, total, mask=channel < D)
 
 
-def declines(table: Tensor, ids: Tensor) -> str | None:
+def why_not(table: Tensor, ids: Tensor) -> str | None:
     """Why the kernels cannot serve the gradient of rows `ids` of a table ``[V, d]``, in words; None = they can."""
     if ids.numel() < FEWEST:
         return f"fewer than {FEWEST} tokens are left to plain torch"
-    return unsupported(table)
+    return why_not_tensors(table)
 
 
 def look_up(ids: Tensor, table: Tensor) -> Tensor:
-    """`ops.embedding.look_up`."""
+    """`ops.projections.embedding.look_up`."""
     return cast(Tensor, _LookUp.apply(ids, table))
 
 

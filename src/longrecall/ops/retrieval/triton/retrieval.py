@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.kernels.launch import MOST_ROWS, arithmetic, block, on_device, product_block, unsupported
+from longrecall.ops.kernels.launch import MOST_ROWS, arithmetic, block, on_device, product_block, why_not_tensors
 from longrecall.ops.retrieval.triton import backward as backward_kernels
 from longrecall.ops.retrieval.triton import forward as forward_kernels
 
@@ -28,7 +28,7 @@ SHORTEST_PRODUCT = 16
 """Tokens of a chunk from which on matrix products are worth it."""
 
 
-def declines(
+def why_not(
     q: Tensor | None = None,
     k: Tensor | None = None,
     v: Tensor | None = None,
@@ -41,7 +41,7 @@ def declines(
 
     For the choice `chosen` is any tensor ``[..., C]``.
     """
-    reason = unsupported(*(x for x in (v, queries, vectors) if x is not None))
+    reason = why_not_tensors(*(x for x in (v, queries, vectors) if x is not None))
     if reason:
         return reason
     if q is not None and k is not None:
@@ -59,7 +59,7 @@ def declines(
 
 
 def best_chunks(queries: Tensor, vectors: Tensor, finished: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The contract of `ops.retrieval.best_chunks` for bfloat16, float16 and float32; products are float32."""
+    """The contract of `ops.retrieval.op.best_chunks` for bfloat16, float16 and float32; products are float32."""
     chunks, scores = _BestChunks.apply(queries, vectors, finished, count)
     return chunks, scores
 
@@ -101,7 +101,7 @@ def choose_chunks(
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, chunks: Tensor, weights: Tensor | None, chunk: int, scale: float
 ) -> Tensor:
-    """The contract of `reference_retrieval.selected_attention`; q, k, v of one dtype, the softmax is float32.
+    """The contract of `ops.retrieval.reference.selected_attention`; q, k, v of one dtype, the softmax is float32.
 
     Products round their operands to that dtype (launch.py says how).
     """

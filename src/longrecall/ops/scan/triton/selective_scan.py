@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.kernels.launch import kernel, on_device, unsupported
+from longrecall.ops.kernels.launch import kernel, on_device, why_not_tensors
 
 CHUNK = 32
 """Tokens between kept states: these are N / 32 as large as x, and those laid aside by the backward stay few."""
@@ -35,11 +35,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-def declines(
+def why_not(
     x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tensor | None = None, **_: Any
 ) -> str | None:
     """Why these inputs cannot be served, in words; None = they can."""
-    reason = unsupported(x, step, a, b, c, *(() if skip is None else (skip,)))
+    reason = why_not_tensors(x, step, a, b, c, *(() if skip is None else (skip,)))
     if reason is None and a.shape[1] > MOST_KEYS:
         return f"a channel has at most {MOST_KEYS} numbers; got {a.shape[1]}"
     return reason

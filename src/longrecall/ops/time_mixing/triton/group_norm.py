@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.kernels.launch import kernel, on_device, unsupported
+from longrecall.ops.kernels.launch import kernel, on_device, why_not_tensors
 from longrecall.ops.norms.triton.rms_norm import WIDEST, programs, sizes
 
 
@@ -84,15 +84,15 @@ def group_norm_backward_kernel(
     tl.store(place + HEADS * WIDTH, tl.sum(to_bias, 0)[None, :], mask=columns < WIDTH)
 
 
-def declines(x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor) -> str | None:
+def why_not(x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor) -> str | None:
     """Why the kernels cannot norm heads x ``[B, T, H, V]``, in words; None = they can."""
     if x.shape[-1] > WIDEST:
         return f"heads of {x.shape[-1]} channels are too wide; the kernels hold up to {WIDEST}"
-    return unsupported(x, gate, weight, bias)
+    return why_not_tensors(x, gate, weight, bias)
 
 
 def gated_group_norm(x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """`ops.time_mixing.gated_group_norm`."""
+    """`ops.time_mixing.op.gated_group_norm`."""
     return cast(Tensor, _GatedGroupNorm.apply(eps, dtype, *(y.contiguous() for y in (x, gate, weight, bias))))
 
 

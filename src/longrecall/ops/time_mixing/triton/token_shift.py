@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.kernels.launch import kernel, on_device, unsupported, walkers
+from longrecall.ops.kernels.launch import kernel, on_device, walkers, why_not_tensors
 
 MOST_MIXTURES = 4
 """Mixtures whose gradients a program holds beside its tile."""
@@ -96,15 +96,15 @@ def mix_backward_kernel(
     tl.store(place + 3 * D, tl.sum(s3, 0)[None, :], mask=channel < D)
 
 
-def declines(x: Tensor, shares: Tensor) -> str | None:
+def why_not(x: Tensor, shares: Tensor) -> str | None:
     """Why the kernels cannot mix x ``[B, T, d]`` by shares ``[M, d]``, in words; None = they can."""
     if not 1 <= len(shares) <= MOST_MIXTURES:
         return f"the kernels make 1 to {MOST_MIXTURES} mixtures, not {len(shares)}"
-    return unsupported(x, shares)
+    return why_not_tensors(x, shares)
 
 
 def mix_with_previous(x: Tensor, shares: Tensor) -> tuple[Tensor, ...]:
-    """`ops.time_mixing.mix_with_previous`."""
+    """`ops.time_mixing.op.mix_with_previous`."""
     return cast(tuple[Tensor, ...], _Mix.apply(x.contiguous(), shares.contiguous()))
 
 

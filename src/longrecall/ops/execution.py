@@ -1,0 +1,200 @@
+"""How ops run: what their callers promise them, and what the environment asks for.
+
+Callers promise by context managers: each replaces one field of one frozen value, `Execution`, for as long as its block
+lasts, in its own thread. `current` is what holds here.
+
+The environment is read in this file alone, at the moment when somebody asks. An empty variable counts as one that is
+not set. A variable of ours with an unknown value raises; one of another package is read as that package reads it.
+
+| variable | values |
+|---|---|
+| LONGRECALL_BACKEND | the backend of every op, a name of `ops.BACKENDS`; not set: each call takes what serves it best |
+| LONGRECALL_GLUON | 0: no kernel in Gluon, the plain ones in Triton serve all; 1 or not set: wherever they can |
+| LONGRECALL_EARLY | 0: no programmatic dependent launch of kernels; 1 or not set: on GPUs that have it |
+| TRITON_INTERPRET | Triton's: its kernels run on a CPU |
+| FLA_TILELANG | flash-linear-attention's: 0 leaves tilelang out |
+| CUDA_HOME, CUDA_PATH | the CUDA toolkit's: where nvcc is |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longrecall.errors import UserError
+
+BACKEND, GLUON, EARLY = "LONGRECALL_BACKEND", "LONGRECALL_GLUON", "LONGRECALL_EARLY"
+
+
+@dataclass(frozen=True, eq=False)
+class Padding:
+    """Padding that comes after all real tokens of its row."""
+
+    mask: Tensor
+    """bool ``[B, T]``: True for the first tokens of each row, False for the rest."""
+    kept: dict[Any, Any] = field(default_factory=dict)
+    """What follows from the mask, computed once for all layers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Execution:
+    """What holds for the ops that are called here."""
+
+    prefetch: bool = False
+    """A kernel may read weights and its own state while the kernel launched before it is still at work."""
+    padding: Padding | None = None
+    """The mask that is known to have its padding at the end."""
+    unread_states: bool = False
+    """Nobody reads on from the new states."""
+    fixed_shapes: bool = False
+    """No length may depend on values, as they cannot be read back while a CUDA graph is recorded."""
+    choices: list[Any] | None = None
+    """Where every choice of a backend is noted, while plain torch runs in its place; None = nobody asks."""
+
+
+PLAIN = Execution()
+"""Nothing is promised."""
+
+_current: ContextVar[Execution] = ContextVar("longrecall_execution", default=PLAIN)
+
+
+def current() -> Execution:
+    """What holds here; under torch.compile, which cannot trace context variables, nothing is promised."""
+    return PLAIN if torch.compiler.is_compiling() else _current.get()
+
+
+@contextlib.contextmanager
+def _with(**fields: Any) -> Iterator[None]:
+    token = _current.set(replace(_current.get(), **fields))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def prefetching() -> contextlib.AbstractContextManager[None]:
+    """Inside, no kernel writes a weight or a state that the kernel launched right after it reads.
+
+    What was written before is safe once one ordinary kernel, of torch for instance, was launched since.
+    """
+    return _with(prefetch=True)
+
+
+def may_prefetch() -> bool:
+    """Whether `prefetching` holds here; for launches of kernels, which torch.compile does not trace."""
+    return _current.get().prefetch
+
+
+def padding_at_the_end(mask: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Inside, `mask` bool ``[B, T]`` is known to be True for some first tokens of each row and False for the rest."""
+    return _with(padding=Padding(mask))
+
+
+def unread_states() -> contextlib.AbstractContextManager[None]:
+    """Inside, nobody reads on from the new states: a mixer may leave out what takes time of its own to compute."""
+    return _with(unread_states=True)
+
+
+def states_are_unread() -> bool:
+    """Whether `unread_states` holds here; never under torch.compile."""
+    return current().unread_states
+
+
+def as_states_are_read_now(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose later calls (a checkpoint's, in the backward) find states as read or unread as they are now."""
+    if torch.compiler.is_compiling():
+        return function
+    unread = _current.get().unread_states
+
+    def call(*args: Any) -> Any:
+        with _with(unread_states=unread):
+            return function(*args)
+
+    return call
+
+
+def fixed_shapes() -> contextlib.AbstractContextManager[None]:
+    """Inside, no layer reads values back to choose a length, as none can while a graph is recorded."""
+    return _with(fixed_shapes=True)
+
+
+def shapes_are_fixed(device: torch.device) -> bool:
+    """Whether lengths must not depend on values: inside `fixed_shapes`, torch.compile or anybody's recording."""
+    if torch.compiler.is_compiling() or _current.get().fixed_shapes:
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+_noting = 0
+"""Open blocks of `noting_choices`, of all threads: a number is read faster than a context variable, for every call."""
+
+
+@contextlib.contextmanager
+def noting_choices(choices: list[Any]) -> Iterator[None]:
+    """Inside, every choice of a backend is added to the list, and plain torch runs in place of the chosen one."""
+    global _noting
+    _noting += 1
+    try:
+        with _with(choices=choices):
+            yield
+    finally:
+        _noting -= 1
+
+
+def noting() -> bool:
+    """Whether some thread notes choices; `choices_noted` says whether this one does."""
+    return _noting > 0
+
+
+def choices_noted() -> list[Any] | None:
+    """The list of `noting_choices`, where that holds; never under torch.compile."""
+    return current().choices
+
+
+def backend_from_environment() -> str | None:
+    """The name in LONGRECALL_BACKEND, which `ops.backends` checks; None = each call takes what serves it best."""
+    return os.environ.get(BACKEND) or None
+
+
+def gluon_wanted() -> bool:
+    """Whether LONGRECALL_GLUON lets kernels in Gluon run; raises UserError on an unknown value."""
+    return _switch(GLUON)
+
+
+def early_launches_wanted() -> bool:
+    """Whether LONGRECALL_EARLY lets kernels be launched early; raises UserError on an unknown value."""
+    return _switch(EARLY)
+
+
+def interpreting_triton() -> bool:
+    """Whether Triton runs its kernels in its interpreter, on a CPU. Triton looks when a kernel is defined."""
+    value = os.environ.get("TRITON_INTERPRET")
+    # The words that Triton takes for yes.
+    return value is not None and (value == "1" or value.lower() in ("true", "yes", "on", "y"))
+
+
+def fla_leaves_tilelang_out() -> bool:
+    """Whether flash-linear-attention was told not to use tilelang."""
+    return os.environ.get("FLA_TILELANG") == "0"
+
+
+def cuda_homes() -> list[str]:
+    """Folders in which the CUDA toolkit may be, those that the environment names first."""
+    named = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"))
+    return [*filter(None, named), "/usr/local/cuda"]
+
+
+def _switch(name: str) -> bool:
+    value = os.environ.get(name)
+    if not value or value == "1":
+        return True
+    if value == "0":
+        return False
+    raise UserError(f'{name} must be 0 or 1, not "{value}"')
