@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import longrecall
 from longrecall.cli.main import main
@@ -81,6 +82,14 @@ def test_its_files_can_be_compared(
     assert main(["compare", str(tmp_path / "before.json"), str(tmp_path / "before.json")]) == 0
     table = capsys.readouterr().out
     assert all(task in table for task in tasks) and "left out" not in table
+
+
+def test_help_says_what_it_costs_and_how_many_steps_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "about five minutes on two CPU cores" in text and "no GPU and no network" in text
+    recipe = yaml.safe_load((Path(longrecall.__file__).parent / "assets" / "demo" / "recipe.yaml").read_text())
+    assert f"training steps of either run; fewer take less time and show less [{recipe['run']['steps']}]" in text
 
 
 def test_only_a_folder_of_an_earlier_demo_is_replaced(tmp_path: Path) -> None:

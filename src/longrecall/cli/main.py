@@ -64,7 +64,7 @@ def build_parser(verbs: Sequence[str] = VERBS) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="longrecall",
         description=_DESCRIPTION,
-        epilog="longrecall VERB --help explains a verb, with an example.",
+        epilog="Begin with longrecall demo. longrecall VERB --help explains a verb, with an example.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"longrecall {__version__}")
