@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longrecall.layers.expansion import HeadwiseExpansion
 from longrecall.layers.mixers.base import LayerState, states_are_unread
+from longrecall.layers.projections import is_wrapped
 from longrecall.ops.dispatch import SHORTEST_TRITON
 from longrecall.ops.kernels import backend as triton
 from longrecall.ops.padding import is_at_the_end, newest
@@ -43,6 +44,8 @@ def declines(layer: DeltaNet, x: Tensor, mask: Tensor | None, log_decay: Tensor 
     for convolution in (layer.q_conv, layer.k_conv, layer.v_conv):
         if convolution is None or convolution.weight.shape[1] != TAPS or convolution.bias is not None:
             return f"the short convolutions must have {TAPS} taps and no bias"
+        if is_wrapped(convolution):
+            return "an adapter on the short convolutions is left to the plain path"
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     like = {name: x.new_empty((1, 1, 1, width), dtype=dtype) for name, width in _widths(layer).items()}
     like["beta"] = x.new_empty((x.shape[0], 1, layer.config.state_heads), dtype=torch.float32)
