@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from longrecall._registration import register_auto_classes
+from longrecall._registration import register_adapter_targets, register_auto_classes, register_harness_model
 from longrecall.late_names import late_names
 from longrecall.version import __version__
 
@@ -36,3 +36,5 @@ def __dir__() -> list[str]:
 
 
 register_auto_classes()
+register_adapter_targets()
+register_harness_model()

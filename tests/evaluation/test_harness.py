@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -338,14 +339,54 @@ def test_long_contexts_are_read_in_segments_and_once(
     assert max(columns for _, columns in read) <= 1024
 
 
+def test_the_device_that_nobody_named_is_that_of_the_harness() -> None:
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    from longrecall.evaluation.harness.language_model import UNNAMED_DEVICE
+
+    assert EvaluatorConfig().device == UNNAMED_DEVICE
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_was_named_and_is_missing_is_an_error(checkpoint: Path) -> None:
+    from longrecall.evaluation.harness.language_model import LongrecallLM
+
+    with pytest.raises(UserError, match='device "cuda" cannot be used'):
+        LongrecallLM(str(checkpoint), device="cuda")
+
+
+def test_a_fresh_process_knows_the_models_of_the_harness_and_ours() -> None:
+    code = (
+        "import longrecall\n"
+        "from lm_eval.api.registry import get_model, model_registry\n"
+        # This model needs the least imports.
+        "print(get_model('dummy').__name__, 'hf' in model_registry, 'longrecall' in model_registry)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["DummyLM", "True", "True"], done.stderr
+
+
+def test_the_command_leaves_the_models_of_the_harness_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness registers its own only where nothing is registered yet."""
+    import lm_eval.__main__ as command
+    import lm_eval.models  # noqa: F401 (for the tests after this one, which put it back)
+    from lm_eval.api.registry import get_model, model_registry
+
+    from longrecall.evaluation.harness.__main__ import main as run
+
+    monkeypatch.setattr(model_registry, "_objs", {})
+    monkeypatch.delitem(sys.modules, "lm_eval.models")
+    found: list[Any] = []
+    monkeypatch.setattr(command, "cli_evaluate", lambda: found.append(get_model("dummy")))
+    monkeypatch.setattr(sys, "argv", ["harness", "--model", "dummy"])
+    assert run() == 0 and found[0].__name__ == "DummyLM"
+    assert sys.argv[-2] == "--include_path"
+
+
 def test_the_harness_loads_native_checkpoints(checkpoint: Path, folder: Path) -> None:
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    from longrecall.evaluation.harness.__main__ import register_model
-
-    register_model()
-    register_model()
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     values = []
     for name in ("longrecall", "hf"):
@@ -354,7 +395,8 @@ def test_the_harness_loads_native_checkpoints(checkpoint: Path, folder: Path) ->
             model_args={"pretrained": str(checkpoint)},
             tasks=["tiny_choice", "tiny_likelihood"],
             task_manager=manager,
-            device="cpu",
+            # What the command passes on where nobody names a device; the harness's own model minds it no more.
+            device="cuda:0",
             batch_size=2,
             bootstrap_iters=0,
         )["results"]

@@ -61,12 +61,13 @@ def test_the_command_adds_our_tasks() -> None:
 
 
 @pytest.mark.slow  # The harness indexes 14 000 files of tasks first.
-def test_the_command_itself(tokenizer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["longrecall", "hf"])
+def test_the_command_itself(model: str, tokenizer: Any, tmp_path: Path) -> None:
     checkpoint = tmp_path / "tiny"
     tiny_model().save_pretrained(checkpoint)
     tokenizer.save_pretrained(checkpoint)
     metadata = json.dumps({"lengths": [128], "samples": 6, "options": {"pairs": [2]}})
-    command = [sys.executable, "-m", "longrecall.evaluation.harness", "run", "--model", "longrecall", "--device", "cpu"]
+    command = [sys.executable, "-m", "longrecall.evaluation.harness", "run", "--model", model]
     command += ["--model_args", f"pretrained={checkpoint}", "--tasks", "longrecall_phonebook", "--metadata", metadata]
     done = subprocess.run([*command, "--output_path", str(tmp_path / "out")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -11,11 +11,11 @@ import torch
 import longrecall
 from longrecall.models.byte_tokenizer import byte_tokenizer
 from longrecall.models.checkpoint import save
+from longrecall.models.losses import label_count
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.training.data import BatchStream
 from longrecall.training.recipe import Recipe
 from longrecall.training.segments import Segments, read_batch
-from longrecall.training.trainer import label_count
 from tests.conftest import MIXERS
 from tests.training.interventions import OPTIONS, intervene, override
 from tests.training.runs import Killed, equal, kill_after, train, weights

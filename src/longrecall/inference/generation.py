@@ -51,6 +51,8 @@ class CapturedSampling:
             or stopping_criteria.max_length is None
             or not model_kwargs.get("use_cache", True)
             or generation_config.return_dict_in_generate
+            # Somebody else says what is read: prompt tuning puts its tokens before the prompt.
+            or "prepare_inputs_for_generation" in vars(model)
             or any(type(criterion) not in plain for criterion in stopping_criteria)
             or why_no_graph(model) is not None
         )

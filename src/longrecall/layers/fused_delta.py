@@ -14,6 +14,7 @@ from torch import Tensor
 from longrecall.layers.expansion import HeadwiseExpansion
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import LinearAttentionMixer
+from longrecall.layers.projections import is_wrapped
 from longrecall.ops.delta_rule.expanded import EXPANDED_DELTA_RULE, expanded_delta_rule
 from longrecall.ops.execution import states_are_unread
 from longrecall.ops.padding import is_at_the_end, newest
@@ -40,6 +41,8 @@ def why_not(layer: LinearAttentionMixer, x: Tensor, mask: Tensor | None, log_dec
     for convolution in (layer.q_conv, layer.k_conv, layer.v_conv):
         if convolution is None or convolution.weight.shape[1] != TAPS or convolution.bias is not None:
             return f"the short convolutions must have {TAPS} taps and no bias"
+        if is_wrapped(convolution):
+            return "an adapter on the short convolutions is left to the plain path"
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     like = {name: x.new_empty((1, 1, 1, width), dtype=dtype) for name, width in _widths(layer).items()}
     state_heads = layer.v_proj.out_features // layer.value_width * layer.subheads

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from longrecall.errors import UserError
 from longrecall.layers.norm import RMSNorm, operand_dtype
 from longrecall.ops.norms.op import Gate, gated_norm_projection
 from longrecall.ops.projections.biased import project_with_biases
@@ -36,6 +37,31 @@ def _is_bare(layer: nn.Module) -> bool:
         and not layer._backward_pre_hooks
         and "forward" not in layer.__dict__
     )
+
+
+def is_wrapped(layer: nn.Module | None) -> bool:
+    """Whether another package computes with this layer's weight, so that the weight alone is not what it applies.
+
+    By the attribute under which PEFT's adapters keep what they wrap; a whole layer that is trained in the place of
+    another (`modules_to_save`) has none, and its weight may be read.
+    """
+    return hasattr(layer, "base_layer")
+
+
+def taps_of(owner: nn.Module, name: str) -> Tensor:
+    """The weight of a convolution `name` that its owner applies itself.
+
+    Raises:
+        UserError: an adapter on it, which would be passed over.
+    """
+    convolution = getattr(owner, name)
+    if is_wrapped(convolution):
+        raise UserError(
+            f"{type(owner).__name__} reads the taps of {name} itself, so an adapter on them would do nothing; leave "
+            f"{name} out of the adapter's targets"
+        )
+    taps: Tensor = convolution.weight
+    return taps
 
 
 def project_biased(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -28,7 +28,8 @@ class RecurrentConfig(ModelSizes, PreTrainedConfig):
     """
 
     model_type = "longrecall"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    # A list: transformers' Trainer adds another one to it.
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "auxiliary_loss"]
 
     def __init__(
         self,

@@ -8,38 +8,67 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+Items = Tensor | int | None
+"""What a sum of cross-entropies is divided by; None = how many labels it has."""
 
-def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+
+def label_count(labels: Tensor) -> Tensor:
+    """How many positions of labels ``[B, T]`` have a loss (int64): the first of a row is predicted by nothing."""
+    return (labels[:, 1:] != -100).sum()
+
+
+def predicted_labels(labels: Tensor, mask: Tensor, items: Items) -> tuple[Tensor, Items]:
+    """Labels ``[B, T]`` that a token predicts, and the number to divide their sum by (as for `next_token_loss`).
+
+    Those behind padding (bool mask ``[B, T]`` False), such as a text's first token where padding is on the left, become
+    -100. Whoever counted `items` counted them too: the number shrinks by the share of this batch's labels that goes, so
+    that the loss keeps its scale.
+    """
+    kept = torch.cat([labels[:, :1], labels[:, 1:].masked_fill(~mask[:, :-1], -100)], dim=1)
+    if items is None:
+        return kept, None
+    counted, given = label_count(kept), label_count(labels)
+    # A batch that loses all its labels has loss 0, whatever it is divided by.
+    return kept, torch.where(counted > 0, items * counted / given.clamp(min=1), 1)
+
+
+def next_token_loss(logits: Tensor, labels: Tensor, items: Items = None) -> Tensor:
     """Mean cross-entropy in float32 of labels ``[B, T]`` (-100 = ignored) given the logits one position before each.
 
-    A batch without any label has loss 0, not NaN.
+    A batch without any label has loss 0, not NaN. `items`: labels of a larger batch, of which these are a part; then
+    the sum is divided by it, and the losses of all parts add up to the mean.
     """
     targets = labels[:, 1:].flatten()
     predictions = logits[:, :-1].flatten(0, 1)
     predictions = predictions if predictions.dtype == torch.float64 else predictions.float()
     total = F.cross_entropy(predictions, targets, ignore_index=-100, reduction="sum")
-    return total / (targets != -100).sum().clamp(min=1)
+    return _divided(total, labels, items)
 
 
-def next_token_loss_of_hidden(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def next_token_loss_of_hidden(hidden: Tensor, weight: Tensor, labels: Tensor, items: Items = None) -> Tensor:
     """The same from hidden states ``[B, T, d]`` and the head's weight ``[vocab, d]``; logits are never all in memory.
 
     On a GPU with Liger-Kernel installed (extra `gpu`) its fused kernel works through the tokens in chunks. Elsewhere
     the logits of labelled positions alone are formed.
     """
     targets, states = labels[:, 1:].flatten(), hidden[:, :-1].flatten(0, 1)
-    count = (targets != -100).sum().clamp(min=1)
     fused = _fused() if hidden.is_cuda and hidden.dtype != torch.float64 else None
     if fused is not None:
         if torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
             states, weight = states.to(dtype), weight.to(dtype)
         total: Tensor = fused(states, weight, targets, reduction="sum", accum_dtype=torch.float32)
-        return total / count
+        return _divided(total, labels, items)
     kept = targets != -100
     predictions = F.linear(states[kept], weight)
     predictions = predictions if predictions.dtype == torch.float64 else predictions.float()
-    return F.cross_entropy(predictions, targets[kept], reduction="sum") / count
+    return _divided(F.cross_entropy(predictions, targets[kept], reduction="sum"), labels, items)
+
+
+def _divided(total: Tensor, labels: Tensor, items: Items) -> Tensor:
+    if items is None:
+        return total / label_count(labels).clamp(min=1)
+    return total / (items.to(total.device) if isinstance(items, Tensor) else items)
 
 
 def _fused() -> Any:

@@ -4,53 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.utils.generic import ModelOutput
 
 from longrecall.errors import UserError
 from longrecall.layers.mixers.base import LayerState, without_auxiliary_losses
 from longrecall.layers.mlp import SwiGLU
 from longrecall.layers.norm import RMSNorm, operand_dtype
+from longrecall.layers.projections import is_plain
 from longrecall.layers.tokens import TokenContext, TokenEmbedding, token_argument
 from longrecall.models.captured_steps import CapturedSteps, forget_moved
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.generation import DecodingOptions, RecurrentGeneration
-from longrecall.models.losses import next_token_loss, next_token_loss_of_hidden
+from longrecall.models.losses import Items, label_count, next_token_loss, next_token_loss_of_hidden, predicted_labels
+from longrecall.models.output import RecurrentOutput
+from longrecall.models.packed_documents import apart, find_documents
 from longrecall.models.sizes import LayerConfig
 from longrecall.models.state import RecurrentState
 from longrecall.models.token_ids import check_range, embedded
 from longrecall.ops.execution import as_states_are_read_now
-from longrecall.ops.packing import check_boundaries, document_mask, pack, unpack
+from longrecall.ops.packing import pack
 
 NO_ATTENTIONS = (
     "output_attentions: a recurrence has no attention weights to return, and the attention layers here keep none; "
     "output_hidden_states=True returns what goes into every layer"
 )
-
-
-@dataclass
-class RecurrentOutput(ModelOutput):
-    """What a forward pass returns.
-
-    Attributes:
-        loss: mean cross-entropy (nats per label) when labels were given.
-        logits: ``[B, T, vocab]``, or the last `logits_to_keep` positions of it.
-        past_key_values: the new RecurrentState, None with ``use_cache=False``.
-        hidden_states: the residual stream before every layer and after the last norm, if asked for.
-        auxiliary_loss: sum of the losses that layers add in training mode (MoM's balance), already weighed; None where
-            there is none. It is not a part of `loss`: training adds it.
-    """
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    past_key_values: Any = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    auxiliary_loss: Tensor | None = None
 
 
 class RecurrentLayer(nn.Module):
@@ -96,6 +80,18 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["RecurrentLayer"]  # noqa: RUF012 (transformers' own protocol)
     _is_stateful = True
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+        *more: Any,
+        **named: Any,
+    ) -> None:
+        """As transformers', but never reentrant: such checkpoints lose the gradients of states and auxiliary losses."""
+        if getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant", False):
+            gradient_checkpointing_func = partial(gradient_checkpointing_func, use_reentrant=False)
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *more, **named)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -203,6 +199,8 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         self.model = RecurrentModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.decoding, self.captured_steps = DecodingOptions(), CapturedSteps()
+        # By it transformers' Trainer knows that the first token of a row has no loss, when it counts labels.
+        self.loss_type = "ForCausalLM"
         self.post_init()
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:
@@ -239,6 +237,8 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         output_attentions: bool | None = None,
+        position_ids: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> RecurrentOutput | tuple[Any, ...]:
         """Read tokens from a state; nothing that was passed in is changed.
@@ -247,17 +247,25 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
             input_ids: int64 ``[B, T]`` (or `inputs_embeds` ``[B, T, d]``).
             attention_mask: 0/1 ``[B, T]`` or longer (the last T columns count); 0 = padding, skipped as if not there.
             past_key_values: the RecurrentState to start from; None = zeros.
-            labels: int64 ``[B, T]``, -100 = no loss; position t is predicted from the tokens before it.
+            labels: int64 ``[B, T]``, -100 = no loss; position t is predicted from the tokens before it, and has no loss
+                where the column before is padding.
             cu_seqlens: int ``[N + 1]``: B = 1 holds N documents side by side, each read from its own (zero) state;
                 the returned state then has one row per document.
             logits_to_keep: compute logits for the last so many positions only (or for the given ones); 0 = all.
             loss_only: return the loss of `labels` without logits, which need not all be in memory then.
             output_hidden_states: return the residual streams too; None = as the config says (no).
             return_dict: False returns a plain tuple of what there is; None = as the config says (True).
+            position_ids: int ``[B, T]`` or ``[1, T]``; where they do not grow within a row, a new document begins,
+                as if `cu_seqlens` said so of all rows one after the other. They have no other use: a state counts its
+                tokens. `cu_seq_lens_q` and `seq_idx` of transformers' collators do the same.
+            num_items_in_batch: labels of all the batches that a step of transformers' Trainer adds up; the loss is this
+                batch's part of their mean, and of the mean auxiliary loss.
+            kwargs: what else transformers' models are given; ignored.
 
         Raises:
             UserError: ids of another form, or (on a CPU) out of the vocabulary; `output_attentions`, which a recurrence
                 has not.
+            ValueError: arguments that do not fit each other.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -265,10 +273,15 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
             raise UserError(NO_ATTENTIONS)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        if past_key_values is not None and not isinstance(past_key_values, RecurrentState):
+            raise ValueError(
+                "past_key_values must be a RecurrentState, as a forward pass returns it; got "
+                f"{type(past_key_values).__name__}"
+            )
         x = embedded(cast(Tensor, input_ids), self.model.embeddings) if inputs_embeds is None else inputs_embeds
+        rows, columns = x.shape[:2]
         mask = None
         if attention_mask is not None:
-            rows, columns = x.shape[:2]
             # A narrower one would be broadcast: a whole row, or none, would count as padding.
             if attention_mask.ndim != 2 or attention_mask.shape[0] != rows or attention_mask.shape[1] < columns:
                 raise ValueError(
@@ -276,42 +289,47 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
                 )
             mask = attention_mask[:, -columns:].bool()
             mask = None if bool(mask.all()) else mask
+        if cu_seqlens is None:
+            cu_seqlens = find_documents(rows, columns, mask, position_ids, kwargs)
+        elif rows != 1 or mask is not None:
+            raise ValueError("cu_seqlens packs documents into one row without padding: B must be 1 and no mask given")
+        items = num_items_in_batch
+        if labels is not None and mask is not None:
+            labels, items = predicted_labels(labels, mask, items)
         if cu_seqlens is not None:
-            if x.shape[0] != 1 or mask is not None:
-                raise ValueError(
-                    "cu_seqlens packs documents into one row without padding: B must be 1 and no mask given"
-                )
-            check_boundaries(cu_seqlens, x.shape[1])
-            x, mask = unpack(x, cu_seqlens), document_mask(cu_seqlens)
-            input_ids = None if input_ids is None else unpack(input_ids, cu_seqlens)
+            x, input_ids, mask = apart(x, input_ids, cu_seqlens)
         hidden, state, streams, losses = self.model(x, past_key_values, mask, bool(output_hidden_states), input_ids)
         if cu_seqlens is not None:
-            hidden, streams = pack(hidden, cu_seqlens), [pack(stream, cu_seqlens) for stream in streams]
+            hidden, *streams = (pack(x, cu_seqlens).view(rows, columns, -1) for x in (hidden, *streams))
         try:
-            logits, loss = self._logits_and_loss(hidden, labels, logits_to_keep, loss_only)
+            logits, loss = self._logits_and_loss(hidden, labels, logits_to_keep, loss_only, items)
         except IndexError:
             if labels is not None:
                 check_range(labels[labels != -100], self.model.embeddings)
             raise
+        auxiliary = torch.stack(losses).sum() if losses else None
+        if loss is not None and labels is not None and auxiliary is not None and items is not None:
+            loss = loss + auxiliary * label_count(labels) / items
         out = RecurrentOutput(
             loss=loss,
             logits=logits,
             past_key_values=state if use_cache is not False else None,
             hidden_states=tuple(streams) if output_hidden_states else None,
-            auxiliary_loss=torch.stack(losses).sum() if losses else None,
+            auxiliary_loss=auxiliary,
         )
         return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()
 
     def _logits_and_loss(
-        self, hidden: Tensor, labels: Tensor | None, logits_to_keep: int | Tensor, loss_only: bool
+        self, hidden: Tensor, labels: Tensor | None, logits_to_keep: int | Tensor, loss_only: bool, items: Items
     ) -> tuple[Tensor | None, Tensor | None]:
-        if loss_only:
-            if labels is None:
-                raise ValueError("loss_only needs labels")
-            return None, next_token_loss_of_hidden(hidden, self.lm_head.weight, labels)
+        if loss_only and labels is None:
+            raise ValueError("loss_only needs labels")
+        if loss_only and labels is not None and is_plain(self.lm_head):
+            return None, next_token_loss_of_hidden(hidden, self.lm_head.weight, labels, items)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, kept] if not isinstance(logits_to_keep, int) or logits_to_keep else hidden)
-        return logits, None if labels is None else next_token_loss(logits, labels)
+        loss = None if labels is None else next_token_loss(logits, labels, items)
+        return (None if loss_only else logits), loss
 
     def zero_state(self, batch_size: int) -> RecurrentState:
         """The state before the first token: zeros, on the model's device."""
@@ -333,6 +351,9 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> None:
+        """None: a state counts its tokens, and in text that is generated no documents begin."""
 
     def _reorder_cache(self, past_key_values: RecurrentState, beam_idx: Tensor) -> RecurrentState:
         """Beam search: the state of the chosen beams, as a new value."""

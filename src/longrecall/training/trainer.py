@@ -21,6 +21,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from longrecall.layers.handover import Handover
 from longrecall.models.checkpoint import Checkpoint, CheckpointWriter
+from longrecall.models.losses import label_count
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.training.checkpoints import (
     Processes,
@@ -190,11 +191,6 @@ class RecurrentTrainer(Trainer):
 
 def _as_it_is(batch: Batch) -> Batch:
     return batch
-
-
-def label_count(labels: Tensor) -> Tensor:
-    """Return how many positions of labels ``[B, T]`` have a loss; the first of a row is predicted by nothing."""
-    return (labels[:, 1:] != -100).sum()
 
 
 class RunCallback(TrainerCallback):

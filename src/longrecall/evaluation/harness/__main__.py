@@ -1,7 +1,7 @@
 """``python -m longrecall.evaluation.harness``: the ``lm_eval`` command, knowing our checkpoints and our tasks.
 
-It registers the model ``longrecall`` (``--model longrecall --model_args pretrained=CKPT``), lets ``--model hf`` load
-native checkpoints, and adds our tasks (``--tasks longrecall_phonebook,...``) unless ``--include_path`` names others.
+It knows the model ``longrecall`` (``--model longrecall --model_args pretrained=CKPT``), lets ``--model hf`` load native
+checkpoints, and adds our tasks (``--tasks longrecall_phonebook,...``) unless ``--include_path`` names others.
 All other arguments are those of ``lm_eval``. Code that comes with a checkpoint runs only where ``trust_remote_code``
 stands in the arguments: some of the harness's tasks would run a tokenizer's unasked.
 """
@@ -18,14 +18,6 @@ from longrecall.models.checkpoint_tokenizer import without_checkpoint_code
 _COMMANDS = ("run", "ls", "validate")
 
 
-def register_model() -> None:
-    """Make ``longrecall`` a model name of the harness."""
-    from lm_eval.api.registry import model_registry
-
-    if "longrecall" not in model_registry:
-        model_registry.register("longrecall", target="longrecall.evaluation.harness.language_model:LongrecallLM")
-
-
 def with_tasks(arguments: list[str]) -> list[str]:
     """Return the arguments of ``lm_eval`` with our folder of tasks where they name none."""
     given = any(argument.split("=")[0] == "--include_path" for argument in arguments)
@@ -39,7 +31,6 @@ def main() -> int:
     """Run ``lm_eval`` with the arguments of this process."""
     try:
         require_lm_eval()
-        register_model()
         from lm_eval.__main__ import cli_evaluate
 
         sys.argv = ["lm_eval", *with_tasks(sys.argv[1:])]

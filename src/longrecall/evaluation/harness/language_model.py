@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -19,6 +20,11 @@ try:
     from lm_eval.api.model import TemplateLM
 except ModuleNotFoundError:  # the extra is not installed; making an object says so
     TemplateLM = object
+
+log = logging.getLogger(__name__)
+
+UNNAMED_DEVICE = "cuda:0"
+"""What the command ``lm_eval`` passes on where its caller names no device."""
 
 _UNBOUNDED = 2**62
 NO_ANSWER: dict[str, Any] = {
@@ -40,7 +46,8 @@ class LongrecallLM(TemplateLM):  # type: ignore[misc]
     Args:
         pretrained: a checkpoint folder or hub id, or a model in memory with its `tokenizer`.
         tokenizer: of transformers; None takes the checkpoint's.
-        dtype, device: of a checkpoint that is loaded here; None means as stored, and CUDA where there is one.
+        dtype, device: of a checkpoint that is loaded here; None means as stored, and CUDA where there is one. The
+            device that ``lm_eval`` names when nobody does, "cuda:0", means the same.
         batch_size: rows read at once at most; None or "auto" leaves it to `batch_tokens`.
         max_length: tokens of context at most; None means all.
         batch_tokens, segment_tokens: as in `longrecall.evaluation.evaluate`.
@@ -267,11 +274,13 @@ def _pair(before: Sequence[int], after: Sequence[int]) -> tuple[Any, Any]:
 
 
 def _open(path: str, tokenizer: Any, dtype: str | None, device: str | None) -> tuple[Any, Any]:
-
     from longrecall.models.checkpoint import open_checkpoint
     from longrecall.models.checkpoint_tokenizer import load_tokenizer
     from longrecall.models.loading import load, preferred_device
 
+    if device == UNNAMED_DEVICE and preferred_device() == "cpu":
+        log.warning("there is no CUDA device: the model runs on the CPU (--device names another)")
+        device = "cpu"
     checkpoint = open_checkpoint(path)
     if tokenizer is None or isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer or checkpoint.path, checkpoint.config.vocab_size)

@@ -9,7 +9,7 @@ from longrecall.layers.convolution import ShortConvolution
 from longrecall.layers.descriptions.hyena import HyenaConfig
 from longrecall.layers.implicit_filter import ImplicitFilter
 from longrecall.layers.mixers.base import LayerState
-from longrecall.layers.projections import project_biased
+from longrecall.layers.projections import project_biased, taps_of
 from longrecall.ops import long_convolution
 from longrecall.ops.convolution.short import gated_short_convolution
 
@@ -50,7 +50,7 @@ class Hyena(nn.Module):
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``conv [B, 3I, W-1]``, ``value [B, tokens, I]``)."""
         (channels,) = project_biased(x, self.in_proj)
         second, value, conv = gated_short_convolution(
-            channels, self.conv.weight, self.conv.bias, state=None if state is None else state["conv"], mask=mask
+            channels, taps_of(self, "conv"), self.conv.bias, state=None if state is None else state["conv"], mask=mask
         )
         history = None if state is None else state["value"]
         taps = self.filter(value.shape[1] + (0 if history is None else history.shape[1]))

@@ -11,6 +11,7 @@ from longrecall.layers.descriptions.mamba import MambaConfig
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.delta_net import reset_time_steps
 from longrecall.layers.mixers.linear_attention import mask_tokens
+from longrecall.layers.projections import is_biased
 from longrecall.ops import selective_scan
 
 
@@ -52,9 +53,7 @@ class Mamba(nn.Module):
         channels, conv_state = self.conv(channels, None if state is None else state["conv"], mask)
         low_rank, b, c = self.x_proj(channels).split((config.dt_rank, config.state_dim, config.state_dim), dim=-1)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        # The bias is added in float32: it holds time steps as small as 0.001.
-        raw_step = F.linear(low_rank, self.dt_proj.weight).to(wide)
-        step = mask_tokens(F.softplus(raw_step + self.dt_proj.bias.to(wide)), mask)
+        step = mask_tokens(F.softplus(self._raw_step(low_rank, wide)), mask)
         y, final = selective_scan(
             channels.to(wide),
             step,
@@ -67,3 +66,11 @@ class Mamba(nn.Module):
         y = (y * F.silu(z.to(wide))).to(x.dtype)
         projected: Tensor = self.out_proj(y)
         return projected, {"recurrent": final.unsqueeze(1), "conv": conv_state}
+
+    def _raw_step(self, low_rank: Tensor, wide: torch.dtype) -> Tensor:
+        """Time steps before their softplus ``[B, T, I]`` from their low-rank part ``[B, T, R]``, in `wide`."""
+        if not is_biased(self.dt_proj):
+            called: Tensor = self.dt_proj(low_rank)
+            return called.to(wide)
+        # The bias is added in float32: it holds time steps as small as 0.001.
+        return F.linear(low_rank, self.dt_proj.weight).to(wide) + self.dt_proj.bias.to(wide)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,7 +14,7 @@ from longrecall.layers.mixers.base import AUXILIARY_LOSS, LayerState
 from longrecall.layers.mixers.delta_net import reset_time_steps
 from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.layers.norm import RMSNorm, l2_normalise, operand_dtype
-from longrecall.layers.projections import project_gated
+from longrecall.layers.projections import is_plain, project_gated, taps_of
 from longrecall.ops import gated_delta_rule, gated_linear_attention, short_convolution
 from longrecall.ops.execution import shapes_are_fixed
 
@@ -20,7 +22,11 @@ OF_A_MEMORY = ("k_proj", "v_proj", "a_proj", "b_proj", "k_conv", "v_conv", "A_lo
 """Parameters that hold the rows of all memories, one memory after the other."""
 
 Part = dict[str, Tensor]
-"""One memory's rows of those."""
+"""One memory's rows of those, under the names of the parameters.
+
+Of a projection that is more than a product with its weight (an adapter, a quantised one) it has the layer's output
+instead, ``[B, T, ...]``, under the name of the layer.
+"""
 
 
 class MoM(nn.Module):
@@ -86,7 +92,7 @@ class MoM(nn.Module):
         if _may_gather(x):
             places[: config.memories] = _gathered(chosen)
         total, after = x.new_zeros((*q.shape[:3], config.value_dim), dtype=wide), []
-        memories = zip(self._parts(), places, self._state_pieces(state), strict=True)
+        memories = zip(self._parts(x), places, self._state_pieces(state), strict=True)
         for index, (part, place, piece) in enumerate(memories):
             if index == config.memories:
                 o, end = self._read(part, x, q, mask, piece)
@@ -133,6 +139,7 @@ class MoM(nn.Module):
         if not place.shape[1] and state is not None:
             return nothing, state
         real = torch.arange(place.shape[1], device=x.device) < own.sum(1)[:, None]
+        part = part | {name: _take(part[name], place) for name in OF_A_MEMORY if name.endswith("proj") and name in part}
         o, end = self._read(part, _take(x, place), _take(q, place), real, state)
         return nothing.scatter(1, _as_wide_as(place, nothing), o), end
 
@@ -151,7 +158,7 @@ class MoM(nn.Module):
         config, wide, new_state = self.config, q.dtype, {}
         results = []
         for name in ("k", "v"):
-            y = F.linear(x, part[f"{name}_proj.weight"])
+            y = _projected(part, f"{name}_proj", x)
             if config.conv_width:
                 key, taps = f"{name}_conv", part[f"{name}_conv.weight"]
                 y, new_state[key] = short_convolution(y, taps, state=None if state is None else state[key], mask=mask)
@@ -159,24 +166,29 @@ class MoM(nn.Module):
                 y = F.silu(y)
             results.append(y.to(wide).unflatten(-1, (config.num_heads, -1)))
         k, v = l2_normalise(results[0]), results[1]
-        step = F.softplus(F.linear(x, part["a_proj.weight"]).to(wide) + part["dt_bias"].to(wide))
+        step = F.softplus(_projected(part, "a_proj", x).to(wide) + part["dt_bias"].to(wide))
         decay = mask_tokens(-part["A_log"].to(wide).exp() * step, mask)
         initial = None if state is None else state["recurrent"]
         if config.rule == "gated_delta":
-            beta = F.linear(x, part["b_proj.weight"]).to(wide).sigmoid()
+            beta = _projected(part, "b_proj", x).to(wide).sigmoid()
             o, final = gated_delta_rule(q, k, v, decay, mask_tokens(beta, mask), initial_state=initial)
         else:
             o, final = gated_linear_attention(q, mask_tokens(k, mask), v, decay, initial_state=initial)
         return o, {"recurrent": final, **new_state}
 
-    def _parts(self) -> list[Part]:
-        """The rows of the parameters that belong to each memory."""
+    def _parts(self, x: Tensor) -> list[Part]:
+        """What each memory has of its own, to read x ``[B, T, d]``."""
         count = self.config.all_memories
-        rows = {
-            name: parameter.unflatten(0, (count, -1)).unbind(0)
-            for name, parameter in self.named_parameters()
-            if name.startswith(OF_A_MEMORY)
-        }
+        rows: dict[str, Sequence[Tensor]] = {}
+        for name in OF_A_MEMORY:
+            own = getattr(self, name)
+            if isinstance(own, Tensor):
+                rows[name] = own.unflatten(0, (count, -1)).unbind(0)
+            elif name.endswith("proj") and own is not None and not is_plain(own):
+                rows[name] = own(x).chunk(count, dim=-1)
+            elif own is not None:
+                weight = own.weight if name.endswith("proj") else taps_of(self, name)
+                rows[f"{name}.weight"] = weight.unflatten(0, (count, -1)).unbind(0)
         return [{name: parts[index] for name, parts in rows.items()} for index in range(count)]
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
@@ -185,6 +197,12 @@ class MoM(nn.Module):
             return project_gated(o, self.o_norm, self.g_proj(x), self.o_proj, dtype)
         projected: Tensor = self.o_proj(self.o_norm(o, dtype).flatten(-2))
         return projected
+
+
+def _projected(part: Part, name: str, x: Tensor) -> Tensor:
+    """x ``[B, L, d]`` through a memory's rows of a projection; see `Part`."""
+    weight = part.get(f"{name}.weight")
+    return part[name] if weight is None else F.linear(x, weight)
 
 
 def _may_gather(x: Tensor) -> bool:
