@@ -14,12 +14,12 @@ from torch import nn
 from longrecall import RecurrentLM
 from longrecall.errors import UserError
 from longrecall.inference.generation import CapturedSampling
-from longrecall.layers.fused_delta import declines
+from longrecall.layers.fused_delta import why_not
 from longrecall.layers.handover import Handover
 from tests.conftest import MIXERS
 from tests.models.test_transformers_trainer import ROWS, model_of, trainer_of
 
-peft = pytest.importorskip("peft", reason='PEFT is not installed: pip install "longrecall[peft]"')
+peft = pytest.importorskip("peft", reason='PEFT is not installed: pip install "peft>=0.21"')
 # Of PEFT and what it imports, and of tied embeddings, which are not adapted here.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -127,10 +127,10 @@ def test_kernels_make_way_for_adapters_on_what_they_read(monkeypatch: pytest.Mon
     monkeypatch.setenv("LONGRECALL_BACKEND", "triton")
     model = model_of("gated_delta_net")
     layer, x = model.model.layers[0].mixer, torch.zeros(1, 70, 32)
-    assert "adapter" not in str(declines(layer, x, None, None))
+    assert "adapter" not in str(why_not(layer, x, None, None))
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_parameters=["k_conv.weight"])
     peft.get_peft_model(model, config)
-    assert "an adapter on the short convolutions" in str(declines(layer, x, None, None))
+    assert "an adapter on the short convolutions" in str(why_not(layer, x, None, None))
 
 
 def test_prompts_that_are_trained_are_read_before_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
