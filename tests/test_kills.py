@@ -137,7 +137,8 @@ def killed_again_and_again(
         last = run(server, case, folder, kill)
         assert last.code in (None, 0) or kill.size is not None, last.said
         whole_so_far(folder / case.out, whole)
-        assert before <= finished(folder, case) or (folder / case.out).exists()
+        lost = before - finished(folder, case)
+        assert not [what for name, what in lost if not (folder / name).exists()]
         if last.code is not None and kill.operation is not None:
             # Less was left to do than the kill was meant for: it comes when all is.
             assert not fresh
@@ -234,11 +235,15 @@ def whole_so_far(place: Path, whole: Path) -> None:
             assert content(path) == expected[name], name
 
 
-def finished(folder: Path, case: Case) -> set[str]:
-    """Return what has been finished and must not be lost: whole lines of journals, saved steps, finished lengths."""
+def finished(folder: Path, case: Case) -> set[tuple[str, str]]:
+    """Return what is there for good, as (file or folder, line): saved steps, and lines of the journals of results.
+
+    They may go when what they are named by is there.
+    """
     if not case.resumes:
         return set()
-    journals = [path for path in folder.glob(f"{case.out}*") if path.is_file() and ".partial" in path.name]
-    lines = {line for path in journals for line in path.read_text().split("\n")[:-1]}
-    steps = {path.name for path in folder.glob(f"{case.out}/steps/step-*")}
-    return lines | steps
+    found = {(str(path.relative_to(folder)), "") for path in folder.glob(f"{case.out}/steps/step-*")}
+    for path in folder.glob(f"{case.out}*.partial*"):
+        result = path.name.partition(".partial")[0]
+        found |= {(result, line) for line in path.read_text().split("\n")[:-1]}
+    return found
