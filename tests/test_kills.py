@@ -133,17 +133,19 @@ def killed_again_and_again(
     waiting = kills_of(case, end, whole, random)
     while waiting:
         kill = waiting.pop(0)
-        before = finished(folder, case)
+        before, there = finished(folder, case), (folder / case.out).exists()
         last = run(server, case, folder, kill)
-        assert last.code in (None, 0) or kill.size is not None, last.said
+        refused = last.code == 2 and (kill.size is not None or (there and not case.resumes))
+        assert last.code in (None, 0) or refused, last.said
         whole_so_far(folder / case.out, whole)
-        assert before <= finished(folder, case) or (folder / case.out).exists()
+        lost = before - finished(folder, case)
+        assert not [what for name, what in lost if not (folder / name).exists() and not (folder / case.out).exists()]
         if last.code is not None and kill.operation is not None:
             # Less was left to do than the kill was meant for: it comes when all is.
             assert not fresh
             waiting.insert(0, kill)
         # Some go on at once, some are killed again and again first.
-        fresh = last.code == 0 or random.random() < 0.4
+        fresh = last.code is not None or random.random() < 0.4
         if fresh:
             ends_as_if_never_killed(server, case, folder, expected)
     ends_as_if_never_killed(server, case, folder, expected)
@@ -234,11 +236,15 @@ def whole_so_far(place: Path, whole: Path) -> None:
             assert content(path) == expected[name], name
 
 
-def finished(folder: Path, case: Case) -> set[str]:
-    """Return what has been finished and must not be lost: whole lines of journals, saved steps, finished lengths."""
+def finished(folder: Path, case: Case) -> set[tuple[str, str]]:
+    """Return what is there for good, as (file or folder, line): saved steps, and lines of the journals of results.
+
+    A line may go when the file that it is named by is there, or all that the command makes.
+    """
     if not case.resumes:
         return set()
-    journals = [path for path in folder.glob(f"{case.out}*") if path.is_file() and ".partial" in path.name]
-    lines = {line for path in journals for line in path.read_text().split("\n")[:-1]}
-    steps = {path.name for path in folder.glob(f"{case.out}/steps/step-*")}
-    return lines | steps
+    found = {(str(path.relative_to(folder)), "") for path in folder.glob(f"{case.out}/steps/step-*")}
+    for path in folder.glob(f"{case.out}*.partial*"):
+        result = path.name.partition(".partial")[0]
+        found |= {(result, line) for line in path.read_text().split("\n")[:-1]}
+    return found

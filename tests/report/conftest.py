@@ -173,7 +173,8 @@ def diagnosis(health: float, label: str | None = None, layers: int = 2, heads: i
         "perplexity": perplexity,
         "state": {"positions": positions, "layers": state},
         "remembrance": {"length": 8192, "points": remembrance},
-        "recall": {"points": recall, "maximum": {"0.5": 700 if ill else 8192, "0.8": None if ill else 4096}},
+        "recall": {"points": recall, "maximum": {"0.5": 700 if ill else 8192, "0.8": None if ill else 4096}}
+        | {"maximum_intervals": {"0.5": [512, 1024] if ill else [8192, 8192], "0.8": [None, 700]}},
         "verdict": [finding],
     }
     return data if label is None else data | {"label": label}

@@ -46,6 +46,7 @@ def test_values_arrive_as_they_were_written(synthetic: SimpleNamespace) -> None:
     assert entry.layers[1].ceiling == 16 and len(entry.layers[1].heads["std"]) == 2
     assert [point.place for point in entry.remembrance] == [point["t"] for point in data["remembrance"]["points"]]
     assert dict(entry.maximum) == {"0.5": 700, "0.8": None}
+    assert dict(entry.maximum_intervals) == {"0.5": (512, 1024), "0.8": (None, 700)}
     assert [finding.name for finding in entry.verdict] == ["length"]
 
 
@@ -58,6 +59,8 @@ def test_before_and_after_share_every_plot(synthetic: SimpleNamespace) -> None:
     readings = [text for text in page.text["span"] if text.startswith("How to read it: ")]
     assert len(readings) == 6 and all(". " not in text for text in readings)
     assert "perplexity leaves its 512-token level at 700" in page.text["dd"]
+    # How far recall reaches after the change: 700, anything from 512 to 1,024.
+    assert any("512 to 1,024" in " ".join(text.split()) for texts in page.text.values() for text in texts)
     assert any(text.startswith("What to do: post-train") for text in page.text["span"])
     assert {"length", "healthy"} == set(page.text["dt"])
 
@@ -197,6 +200,8 @@ def put(value: Any, *keys: str | int) -> Callable[[dict[str, Any]], None]:
         (drop("recall", "points", 4, "count"), "recall.points[4].count is missing"),
         (put([1], "recall", "maximum"), "recall.maximum"),
         (put("far", "recall", "maximum", "0.5"), "recall.maximum.0.5"),
+        (put([3], "recall", "maximum_intervals", "0.5"), "recall.maximum_intervals"),
+        (put([3, "far"], "recall", "maximum_intervals", "0.5"), "recall.maximum_intervals.0.5"),
         (drop("verdict", 0, "text"), "verdict[0].text is missing"),
     ],
 )

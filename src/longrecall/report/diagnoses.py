@@ -59,7 +59,8 @@ class Diagnosis:
     """A diagnosis file: `data` as it was read, its parts, and the label that the report calls it.
 
     A part that was not run is empty. `remembrance_length` is T of EffRem_T(t), whose points stand at t; those of
-    `recall` stand at lengths, and `maximum` is threshold -> the longest length that still reaches it (None: none does).
+    `recall` stand at lengths, and `maximum` is threshold -> the longest length that still reaches it (None: none does),
+    `maximum_intervals` threshold -> the least and the most that it may be; empty in files of older versions.
     """
 
     label: str
@@ -73,6 +74,7 @@ class Diagnosis:
     remembrance: tuple[Point, ...]
     recall: tuple[Point, ...]
     maximum: Mapping[str, int | None]
+    maximum_intervals: Mapping[str, tuple[int | None, int | None]]
     verdict: tuple[Finding, ...]
 
 
@@ -103,6 +105,7 @@ def parse_diagnosis(data: Mapping[str, Any], source: str, label: str) -> Diagnos
         remembrance=left_out,
         recall=_points(recall, "length", source, "recall."),
         maximum=_maximum(recall, source),
+        maximum_intervals=_maximum_intervals(recall, source),
         verdict=_verdict(data, source),
     )
 
@@ -160,7 +163,16 @@ def _maximum(recall: Mapping[str, Any], source: str) -> dict[str, int | None]:
     found = recall.get("maximum") or {}
     if not isinstance(found, dict):
         raise _wrong(source, "recall.maximum")
-    return {str(key): None if found[key] is None else _whole(found, key, source, "recall.maximum.") for key in found}
+    return {str(key): _whole_or_none(found, key, source, "recall.maximum.") for key in found}
+
+
+def _maximum_intervals(recall: Mapping[str, Any], source: str) -> dict[str, tuple[int | None, int | None]]:
+    found = recall.get("maximum_intervals") or {}
+    if not isinstance(found, dict) or any(not isinstance(ends, list) or len(ends) != 2 for ends in found.values()):
+        raise _wrong(source, "recall.maximum_intervals")
+    where = "recall.maximum_intervals."
+    ends = {key: [_whole_or_none({key: end}, key, source, where) for end in found[key]] for key in found}
+    return {str(key): (low, high) for key, (low, high) in ends.items()}
 
 
 def _verdict(data: Mapping[str, Any], source: str) -> tuple[Finding, ...]:
@@ -208,6 +220,10 @@ def _whole(row: Mapping[str, Any], key: str, source: str, where: str) -> int:
     if isinstance(row.get(key), bool) or not isinstance(row.get(key), int):
         raise _wrong(source, f"{where}{key}")
     return int(row[key])
+
+
+def _whole_or_none(row: Mapping[str, Any], key: str, source: str, where: str) -> int | None:
+    return None if row.get(key) is None else _whole(row, key, source, where)
 
 
 def _number(row: Mapping[str, Any], key: str, source: str, where: str) -> float | None:

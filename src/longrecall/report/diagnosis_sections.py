@@ -162,8 +162,12 @@ def _threshold(key: str) -> float:
 
 
 def _longest(entry: Diagnosis, key: str) -> str:
-    longest = entry.maximum.get(key)
-    return "none" if longest is None else f"{longest:,}"
+    def words(length: int | None) -> str:
+        return "none" if length is None else f"{length:,}"
+
+    low, high = entry.maximum_intervals.get(key, (None, None))
+    interval = "" if low == high else f"\n{words(low)} to {words(high)}"
+    return words(entry.maximum.get(key)) + interval
 
 
 def _point_table(
