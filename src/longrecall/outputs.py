@@ -81,19 +81,16 @@ def claim_folder(folder: str | Path, advice: str) -> Iterator[None]:
 def claim_new_folder(folder: str | Path, advice: str) -> Iterator[Path]:
     """Be the only one who puts a folder at `folder`, as a whole, inside the block; gives its place.
 
-    Folders on the way are made. Raises `UserError` as `claim_file`; whether a folder that is there may be replaced is
-    the caller's rule, and `refuse_busy` asks whether somebody writes in it.
+    Folders on the way are made. Whether a folder that is there may be replaced is the caller's rule, and `refuse_busy`
+    asks whether somebody writes in it. Raises `UserError` as `claim_file`, and OSError for a place that is a link or
+    cannot be written: the caller has its own words for that.
     """
     folder = Path(folder)
-    with contextlib.ExitStack() as claim:
-        try:
-            refuse_links(folder)
-            place = Path(os.path.realpath(folder))
-            _refuse_checkpoints(folder, place.parent, advice)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            claim.enter_context(hold(lock_file_of(place), folder, advice))
-        except OSError as error:
-            raise cannot_write(folder, error, advice) from error
+    refuse_links(folder)
+    place = Path(os.path.realpath(folder))
+    _refuse_checkpoints(folder, place.parent, advice)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with hold(lock_file_of(place), folder, advice):
         yield place
 
 

@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +36,7 @@ from longrecall.models.formats.weights import (
 from longrecall.models.limits import check_numbers
 from longrecall.models.sizes import PlainConfig
 from longrecall.models.surgery_records import SURGERY_FILE, read_surgery
+from longrecall.outputs import claim_new_folder, refuse_busy
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from longrecall.models.recurrent_lm import RecurrentLM
 
 DEFAULT_SHARD_BYTES = 1 << 30
+PARTIAL, REPLACED = ".partial-", ".replaced-"
+"""Within the names of the hidden folders beside an output: the new one, until it is whole; the old one, until then."""
+_ANOTHER = "choose another folder"
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,8 @@ class CheckpointWriter:
             writer.add_companions(source.companion_files())
 
     Everything goes into a hidden folder beside `out`, config.json last, and is renamed at the end; an exception removes
-    it, and what a killed process leaves there has no config.json. Memory: one shard.
+    it, and what a killed process has left there is removed by the next writer of `out`. One writer at a time: a second
+    one is refused when the block begins. Memory: one shard.
 
     Args:
         out: the folder to make. A non-empty one is replaced, at the very end, only with `force`.
@@ -192,16 +197,19 @@ class CheckpointWriter:
         max_shard_bytes: a new weight file starts before this size is passed; one larger tensor gets a file of its own.
 
     Raises:
-        UserError: `out` is in the way or cannot be written, the disk is full, or tensors do not fit the config.
+        UserError: `out` is in the way, a link, inside another checkpoint, being written by another process, or cannot
+            be written; the disk is full; or tensors do not fit the config.
     """
 
     def __init__(self, out: str | Path, force: bool = False, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
         if max_shard_bytes < 1:
             raise UserError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
-        self.out = Path(os.path.realpath(expand_home(out)))
+        self.out = expand_home(out)
         self.force = force
         self.max_shard_bytes = max_shard_bytes
-        self.folder = self.out.with_name(f".{self.out.name}.partial-{secrets.token_hex(4)}")
+        self._claim = ExitStack()
+        self._token = secrets.token_hex(4)
+        self.folder = self._beside(PARTIAL)
         """Where files are until the end; callers may write companions (a tokenizer) here."""
         self._config: RecurrentConfig | None = None
         self._expected: dict[str, tuple[int, ...]] = {}
@@ -214,10 +222,15 @@ class CheckpointWriter:
         self._bytes = 0
 
     def __enter__(self) -> Self:
-        self._refuse_occupied()
-        with _disk_errors(self.out):
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.folder.mkdir()
+        with ExitStack() as claim:
+            with _disk_errors(self.out):
+                self.out = claim.enter_context(claim_new_folder(self.out, _ANOTHER))
+                self.folder = self._beside(PARTIAL)
+                self._clear_remains()
+            self._refuse_occupied()
+            with _disk_errors(self.out):
+                self.folder.mkdir()
+            self._claim = claim.pop_all()
         return self
 
     def set_config(self, config: RecurrentConfig) -> None:
@@ -266,6 +279,7 @@ class CheckpointWriter:
                     self._replace()
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
+            self._claim.close()
 
     def _flush(self) -> None:
         if self._shard:
@@ -315,8 +329,22 @@ class CheckpointWriter:
     def _write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text, encoding="utf-8")
 
+    def _beside(self, mark: str) -> Path:
+        return self.out.with_name(f".{self.out.name}{mark}{self._token}")
+
+    def _clear_remains(self) -> None:
+        """Remove what killed writers of `out` have left; bring back an old folder that was just being replaced."""
+        pattern = re.compile(re.escape(f".{self.out.name}") + f"({PARTIAL}|{REPLACED})[0-9a-f]{{8}}")
+        remains = [place for place in self.out.parent.iterdir() if pattern.fullmatch(place.name)]
+        for place in sorted(remains, key=lambda place: REPLACED not in place.name):
+            if REPLACED in place.name and not os.path.lexists(self.out):
+                place.rename(self.out)
+            else:
+                shutil.rmtree(place, ignore_errors=True)
+
     def _refuse_occupied(self) -> None:
         if self.out.is_dir():
+            refuse_busy(self.out, _ANOTHER)
             if any(self.out.iterdir()):
                 if not self.force:
                     raise UserError(f"{self.out} is not empty; choose another folder or use --force to replace it")
@@ -330,7 +358,7 @@ class CheckpointWriter:
             self.folder.rename(self.out)
             return
         self._refuse_occupied()
-        old = self.folder.with_name(self.folder.name.replace(".partial-", ".replaced-"))
+        old = self._beside(REPLACED)
         self.out.rename(old)
         try:
             self.folder.rename(self.out)
