@@ -16,20 +16,28 @@ from longrecall.errors import UserError
 from longrecall.files import ELSEWHERE, cannot_write, check_writable, place_of, refuse_links, remove_temporary
 from longrecall.locks import LOCK_FILE, hold, lock_file_in, lock_file_of
 
+JOURNALS = r"\.partial(\.[0-9]+)?"
+"""What follows the name of a result file in those of its journals: ``<path>.partial``, ``<path>.partial.<number>``."""
+
 
 @contextlib.contextmanager
 def claim_file(
-    path: str | Path | None, *, force: bool = False, resume: bool | None = None, advice: str = ELSEWHERE
+    path: str | Path | None,
+    *,
+    force: bool = False,
+    resume: bool | None = None,
+    unfinished: str = JOURNALS,
+    advice: str = ELSEWHERE,
 ) -> Iterator[None]:
     """Be the only writer of the file `path` inside the block; None claims nothing.
 
     Claims may be nested in one thread: a function claims what its caller has claimed already.
 
     Args:
-        path: a result file. Unfinished work of a verb that can resume lies beside it, in ``<path>.partial`` and
-            ``<path>.partial.<number>``.
+        path: a result file.
         force: it, and unfinished work, may be replaced. This only allows it: the caller replaces.
         resume: the caller goes on with what is there; None for a verb that cannot.
+        unfinished: what the verb's unfinished work is called, if it can resume; see `unfinished_work`.
         advice: end of every line that refuses.
 
     Raises:
@@ -53,7 +61,14 @@ def claim_file(
             raise cannot_write(path, error, advice) from error
         check_writable(path, advice)
         if not force and not resume:
-            _refuse_finished(path, place, resume, advice)
+            if resume is not None and (work := unfinished_work(path, unfinished)):
+                raise UserError(
+                    f"{work[0]} holds the work of a run that was interrupted; "
+                    f"--resume goes on with it, --force starts over, or {advice}"
+                )
+            if place.exists():
+                goes_on = "" if resume is None else "--resume keeps it and does what is missing, "
+                raise UserError(f"{path} exists already; {goes_on}--force replaces it, or {advice}")
         yield
 
 
@@ -71,7 +86,6 @@ def claim_folder(folder: str | Path, advice: str) -> Iterator[None]:
             _refuse_checkpoints(folder, place, advice)
             place.mkdir(parents=True, exist_ok=True)
             claim.enter_context(hold(lock_file_in(place), folder, advice))
-            check_writable(place / LOCK_FILE)
         except OSError as error:
             raise cannot_write(folder, error, advice) from error
         yield
@@ -101,6 +115,18 @@ def refuse_busy(folder: Path, advice: str) -> None:
             pass
 
 
+def unfinished_work(path: Path, called: str = JOURNALS, *, remove: bool = False) -> list[Path]:
+    """Return the files of unfinished work beside the result file `path`, removed if asked for.
+
+    `called`: a regular expression for what follows the name of the result file in theirs.
+    """
+    name = re.compile(re.escape(path.name) + called)
+    found = sorted(entry for entry in path.parent.iterdir() if name.fullmatch(entry.name))
+    for entry in found if remove else ():
+        entry.unlink(missing_ok=True)
+    return found
+
+
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder holds a checkpoint of any format: its description and weights."""
     if not (folder / "config.json").is_file():
@@ -113,18 +139,3 @@ def _refuse_checkpoints(path: Path, folder: Path, advice: str) -> None:
     for place in (folder, *folder.parents):
         if is_checkpoint(place):
             raise UserError(f"{path} lies inside the checkpoint folder {place}, which holds nothing else; {advice}")
-
-
-def _refuse_finished(path: Path, place: Path, resume: bool | None, advice: str) -> None:
-    """Raise `UserError` when there is a result at `place`, or unfinished work of a verb that can resume."""
-    if resume is not None:
-        name = re.compile(re.escape(f"{place.name}.partial") + r"(\.[0-9]+)?")
-        unfinished = [entry.name for entry in place.parent.iterdir() if name.fullmatch(entry.name)]
-        if unfinished:
-            raise UserError(
-                f"{path.with_name(min(unfinished))} holds the work of a run that was interrupted; "
-                f"--resume goes on with it, --force starts over, or {advice}"
-            )
-    if place.exists():
-        goes_on = "" if resume is None else "--resume keeps it and does what is missing, "
-        raise UserError(f"{path} exists already; {goes_on}--force replaces it, or {advice}")

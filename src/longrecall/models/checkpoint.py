@@ -226,7 +226,7 @@ class CheckpointWriter:
             with _disk_errors(self.out):
                 self.out = claim.enter_context(claim_new_folder(self.out, _ANOTHER))
                 self.folder = self._beside(PARTIAL)
-                self._clear_remains()
+                clear_remains(self.out)
             self._refuse_occupied()
             with _disk_errors(self.out):
                 self.folder.mkdir()
@@ -332,16 +332,6 @@ class CheckpointWriter:
     def _beside(self, mark: str) -> Path:
         return self.out.with_name(f".{self.out.name}{mark}{self._token}")
 
-    def _clear_remains(self) -> None:
-        """Remove what killed writers of `out` have left; bring back an old folder that was just being replaced."""
-        pattern = re.compile(re.escape(f".{self.out.name}") + f"({PARTIAL}|{REPLACED})[0-9a-f]{{8}}")
-        remains = [place for place in self.out.parent.iterdir() if pattern.fullmatch(place.name)]
-        for place in sorted(remains, key=lambda place: REPLACED not in place.name):
-            if REPLACED in place.name and not os.path.lexists(self.out):
-                place.rename(self.out)
-            else:
-                shutil.rmtree(place, ignore_errors=True)
-
     def _refuse_occupied(self) -> None:
         if self.out.is_dir():
             refuse_busy(self.out, _ANOTHER)
@@ -366,6 +356,20 @@ class CheckpointWriter:
             old.rename(self.out)
             raise
         shutil.rmtree(old, ignore_errors=True)
+
+
+def clear_remains(out: Path) -> None:
+    """Remove what killed writers of the checkpoint `out` have left; only for its one writer.
+
+    A folder that was just being replaced, and has only its hidden name, gets its own name back.
+    """
+    pattern = re.compile(re.escape(f".{out.name}") + f"({PARTIAL}|{REPLACED})[0-9a-f]{{8}}")
+    remains = [place for place in out.parent.iterdir() if pattern.fullmatch(place.name)]
+    for place in sorted(remains, key=lambda place: REPLACED not in place.name):
+        if REPLACED in place.name and not os.path.lexists(out):
+            place.rename(out)
+        else:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 @contextmanager
