@@ -75,14 +75,15 @@ def lock_file_in(folder: Path) -> Path:
 def hold(file: Path, what: str | Path, advice: str) -> Iterator[None]:
     """Hold the lock `file` (an absolute path without links) inside the block; `what` is the output it stands for.
 
-    A thread may hold a lock again that it holds, and a folder's lock holds for all that lies in it. A child that this
-    process forks does not hold it. Where the file system keeps no locks, a warning says so and the work goes on.
+    A thread may hold a lock again that it holds, and a folder's lock holds for all that lies in it, unless somebody
+    else holds one there. A child that this process forks does not hold it. Where the file system keeps no locks, a
+    warning says so and the work goes on.
 
     Raises:
         UserError: another process, or thread, holds it; the line names it and ends with `advice`.
         OSError: the lock file cannot be written.
     """
-    if _covered(file):
+    if _covered(file) and not os.path.lexists(file):
         yield
         return
     try:
