@@ -55,6 +55,18 @@ def test_devices_and_pipes_are_not_replaced(tmp_path: Path, linked: bool) -> Non
     assert pipe.is_fifo() and path.is_symlink() == linked
 
 
+def test_the_output_of_the_process_is_no_file(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    try:
+        with pytest.raises(UserError, match="it is a device or a pipe, no file"):
+            check_writable(f"/dev/fd/{write}")
+    finally:
+        os.close(read)
+        os.close(write)
+    with (tmp_path / "file").open("w") as file, pytest.raises(UserError, match="it is a link, and results go through"):
+        check_writable(f"/dev/fd/{file.fileno()}")
+
+
 def test_states_take_the_place_of_no_link_and_no_device(tmp_path: Path) -> None:
     state = RecurrentState(
         layers=({},), position=torch.zeros(1, dtype=torch.long), length=0

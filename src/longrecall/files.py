@@ -79,7 +79,8 @@ def place_of(path: Path) -> Path:
     place = Path(os.path.realpath(path))
     if place.is_dir():
         raise IsADirectoryError(None, "it is a folder")
-    if place.exists() and not place.is_file():
+    # Asked of the path too: /dev/stdout leads to a pipe by a link whose words name no file.
+    if any(known.exists() and not known.is_file() for known in (path, place)):
         raise OSError(None, "it is a device or a pipe, no file")
     refuse_links(path)
     return place
@@ -137,10 +138,10 @@ def new_beside(path: Path) -> tuple[int, str]:
 def remove_temporary(path: Path) -> None:
     """Remove the temporary files that killed writers of `path` have left; only for its one writer (`outputs`)."""
     name = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{16}\.tmp")
-    for entry in path.parent.iterdir():
-        if name.fullmatch(entry.name):
-            with contextlib.suppress(OSError):
-                entry.unlink()
+    with contextlib.suppress(OSError):  # a folder may be written and not read
+        for entry in path.parent.iterdir():
+            if name.fullmatch(entry.name):
+                entry.unlink(missing_ok=True)
 
 
 def check_replaceable(folder: Path) -> None:

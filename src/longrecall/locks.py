@@ -36,6 +36,7 @@ LOCK_FILE = ".longrecall.lock"
 
 _TAKEN = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _PATIENCE = 1.0
 """Seconds to wait for the holder's name: it is written just after the lock is taken."""
 _LONGEST_COMMAND = 120
@@ -173,17 +174,16 @@ def _flock(handle: int, file: Path) -> bool:
 
 def _open(file: Path) -> tuple[int, bool]:
     """Return a handle of the lock file, made if need be, and whether it can be written."""
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        return os.open(file, os.O_RDWR | os.O_CREAT | flags, 0o666), True
+        return os.open(file, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666), True
     except PermissionError:
-        return os.open(file, os.O_RDONLY | flags), False
+        return os.open(file, os.O_RDONLY | _NO_LINK), False
 
 
 def _has_name(handle: int, file: Path) -> bool:
     """Return whether the open file is the one that is called `file`; opened anew, since NFS remembers old names."""
     try:
-        other = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        other = os.open(file, os.O_RDONLY | _NO_LINK)
     except FileNotFoundError:
         return False
     try:
