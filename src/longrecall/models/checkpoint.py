@@ -6,10 +6,9 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from safetensors import SafetensorError
 
 from longrecall.errors import UserError, did_you_mean
-from longrecall.files import ELSEWHERE, check_no_input, check_replaceable, expand_home, make_readable
+from longrecall.files import ELSEWHERE, check_no_input, make_readable
 from longrecall.models.accounting import account
 from longrecall.models.formats import detect
 from longrecall.models.formats.hub import COMPANION_PATTERNS, locate
@@ -36,7 +35,7 @@ from longrecall.models.formats.weights import (
 from longrecall.models.limits import check_numbers
 from longrecall.models.sizes import PlainConfig
 from longrecall.models.surgery_records import SURGERY_FILE, read_surgery
-from longrecall.outputs import claim_new_folder, refuse_busy
+from longrecall.new_folder import NewFolder
 
 if TYPE_CHECKING:
     import torch
@@ -46,9 +45,6 @@ if TYPE_CHECKING:
     from longrecall.models.recurrent_lm import RecurrentLM
 
 DEFAULT_SHARD_BYTES = 1 << 30
-PARTIAL, REPLACED = ".partial-", ".replaced-"
-"""Within the names of the hidden folders beside an output: the new one, until it is whole; the old one, until then."""
-_ANOTHER = "choose another folder"
 
 
 @dataclass(frozen=True)
@@ -204,13 +200,8 @@ class CheckpointWriter:
     def __init__(self, out: str | Path, force: bool = False, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
         if max_shard_bytes < 1:
             raise UserError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
-        self.out = expand_home(out)
-        self.force = force
         self.max_shard_bytes = max_shard_bytes
-        self._claim = ExitStack()
-        self._token = secrets.token_hex(4)
-        self.folder = self._beside(PARTIAL)
-        """Where files are until the end; callers may write companions (a tokenizer) here."""
+        self._place = NewFolder(out, force)
         self._config: RecurrentConfig | None = None
         self._expected: dict[str, tuple[int, ...]] = {}
         self._surgery: list[dict[str, Any]] = []
@@ -222,16 +213,19 @@ class CheckpointWriter:
         self._bytes = 0
 
     def __enter__(self) -> Self:
-        with ExitStack() as claim:
-            with _disk_errors(self.out):
-                self.out = claim.enter_context(claim_new_folder(self.out, _ANOTHER))
-                self.folder = self._beside(PARTIAL)
-                clear_remains(self.out)
-            self._refuse_occupied()
-            with _disk_errors(self.out):
-                self.folder.mkdir()
-            self._claim = claim.pop_all()
+        with _disk_errors(self.out):
+            self._place.open()
         return self
+
+    @property
+    def out(self) -> Path:
+        """The folder to make."""
+        return self._place.out
+
+    @property
+    def folder(self) -> Path:
+        """Where files are until the end; callers may write companions (a tokenizer) here."""
+        return self._place.folder
 
     def set_config(self, config: RecurrentConfig) -> None:
         """Set the configuration of the model; must come before the first tensor."""
@@ -276,10 +270,9 @@ class CheckpointWriter:
             if kind is None:
                 with _disk_errors(self.out):
                     self._finish()
-                    self._replace()
+                    self._place.put()
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self._claim.close()
+            self._place.close()
 
     def _flush(self) -> None:
         if self._shard:
@@ -328,48 +321,6 @@ class CheckpointWriter:
 
     def _write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text, encoding="utf-8")
-
-    def _beside(self, mark: str) -> Path:
-        return self.out.with_name(f".{self.out.name}{mark}{self._token}")
-
-    def _refuse_occupied(self) -> None:
-        if self.out.is_dir():
-            refuse_busy(self.out, _ANOTHER)
-            if any(self.out.iterdir()):
-                if not self.force:
-                    raise UserError(f"{self.out} is not empty; choose another folder or use --force to replace it")
-                check_replaceable(self.out)
-        elif self.out.exists():
-            raise UserError(f"{self.out} is a file; a checkpoint is written as a folder")
-
-    def _replace(self) -> None:
-        """Put the finished folder in place; the old one goes only when the new one stands."""
-        if not self.out.exists():
-            self.folder.rename(self.out)
-            return
-        self._refuse_occupied()
-        old = self._beside(REPLACED)
-        self.out.rename(old)
-        try:
-            self.folder.rename(self.out)
-        except OSError:
-            old.rename(self.out)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def clear_remains(out: Path) -> None:
-    """Remove what killed writers of the checkpoint `out` have left; only for its one writer.
-
-    A folder that was just being replaced, and has only its hidden name, gets its own name back.
-    """
-    pattern = re.compile(re.escape(f".{out.name}") + f"({PARTIAL}|{REPLACED})[0-9a-f]{{8}}")
-    remains = [place for place in out.parent.iterdir() if pattern.fullmatch(place.name)]
-    for place in sorted(remains, key=lambda place: REPLACED not in place.name):
-        if REPLACED in place.name and not os.path.lexists(out):
-            place.rename(out)
-        else:
-            shutil.rmtree(place, ignore_errors=True)
 
 
 @contextmanager

@@ -18,10 +18,11 @@ from transformers import TrainerCallback, TrainingArguments
 from longrecall.errors import UserError
 from longrecall.files import cannot_write, expand_home, remove_temporary
 from longrecall.installing import install_command
-from longrecall.models.checkpoint import Checkpoint, CheckpointWriter, clear_remains, open_checkpoint
+from longrecall.models.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint
 from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.compiling import compiled_layers
 from longrecall.models.loading import materialise, parse_dtype
+from longrecall.new_folder import clear_remains
 from longrecall.outputs import claim_folder
 from longrecall.surgery.handover import finish_checkpoint, handover_layers
 from longrecall.training.checkpoints import (
