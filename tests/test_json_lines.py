@@ -67,7 +67,7 @@ def test_a_damaged_last_line_is_left_out_and_one_before_it_is_named(tmp_path: Pa
     path.write_bytes(whole + b"\x00\x00\x00\n")  # as some file systems fill up after a crash
     assert read(path) == (list(enumerate(LINES, start=1)), len(whole))
     path.write_bytes(whole.replace(b"22", b"2,"))
-    with pytest.raises(UserError, match=r"a: line 2 is damaged .*; leave out --resume to start over$"):
+    with pytest.raises(UserError, match=r"a: line 2 is damaged .*; start over with --force$"):
         read(path)
 
 

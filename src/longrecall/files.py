@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -20,7 +21,7 @@ ELSEWHERE = "choose another --out"
 def write_text(path: str | Path, text: str, advice: str = ELSEWHERE) -> None:
     """Write `text` (UTF-8) to a temporary file beside `path`, then rename it; folders on the way are made.
 
-    A link stays, and what it leads to is written. Bytes of file names that are no UTF-8 are written as "?".
+    A link is refused. Bytes of file names that are no UTF-8 are written as "?".
     Raises `UserError`, which ends with `advice`, when the place cannot be written; nothing is left behind then.
     """
     path = Path(path)
@@ -28,13 +29,13 @@ def write_text(path: str | Path, text: str, advice: str = ELSEWHERE) -> None:
     try:
         place = place_of(path)
         place.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = _new_beside(place)
+        handle, temporary = new_beside(place)
         with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
         os.replace(temporary, place)
         temporary = None
     except OSError as error:
-        raise _cannot_write(path, error, advice) from error
+        raise cannot_write(path, error, advice) from error
     finally:
         if temporary is not None:
             with contextlib.suppress(OSError):
@@ -55,7 +56,7 @@ def check_writable(path: str | Path, advice: str = ELSEWHERE) -> None:
         with tempfile.TemporaryFile(dir=place.parent):
             pass
     except OSError as error:
-        raise _cannot_write(path, error, advice) from error
+        raise cannot_write(path, error, advice) from error
 
 
 def check_no_input(path: str | Path | None, inputs: Iterable[str | Path | None], advice: str = ELSEWHERE) -> None:
@@ -78,11 +79,30 @@ def place_of(path: Path) -> Path:
     place = Path(os.path.realpath(path))
     if place.is_dir():
         raise IsADirectoryError(None, "it is a folder")
-    if place.exists() and not place.is_file():
+    # Asked of the path too: /dev/stdout leads to a pipe by a link whose words name no file.
+    if any(known.exists() and not known.is_file() for known in (path, place)):
         raise OSError(None, "it is a device or a pipe, no file")
-    if place.is_symlink():
-        raise OSError(None, "its links lead in a circle")
+    refuse_links(path)
     return place
+
+
+def refuse_links(path: Path, *, into: bool = False) -> None:
+    """Raise OSError when `path` is a link, or one on the way to it leads nowhere.
+
+    What is written through a link replaces something that was not named, or makes folders where nobody looks. A link
+    to a folder that is there, on the way, is as good as the folder; with `into`, so is `path` itself.
+    """
+    last = Path.cwd() / path
+    for place in (last, *last.parents):
+        if not place.is_symlink():
+            continue
+        target = os.path.realpath(place)
+        if os.path.islink(target):
+            raise OSError(None, "its links lead in a circle")
+        if not os.path.exists(target):
+            raise OSError(None, f"{place} is a link to {target}, which is not there")
+        if place == last and not into:
+            raise OSError(None, f"it is a link, and results go through none: name {target} itself")
 
 
 def expand_home(path: str | Path) -> Path:
@@ -93,14 +113,15 @@ def expand_home(path: str | Path) -> Path:
         raise UserError(f"{path} begins with the home of a user who has none here; write the whole path") from None
 
 
-def _cannot_write(path: Path, error: OSError, advice: str) -> UserError:
+def cannot_write(path: str | Path, error: OSError, advice: str) -> UserError:
+    """Return the line for a place that the system, or a rule, does not let anybody write."""
     return UserError(f"cannot write {path}: {error.strerror or error}; {advice}")
 
 
 def make_readable(path: str | Path) -> None:
     """Give a new file the permissions of any other that the user writes; safetensors makes private ones."""
     # Those of a file that is made for this alone: the mask can only be read by setting it, for all threads.
-    handle, other = _new_beside(Path(path))
+    handle, other = new_beside(Path(path))
     try:
         os.chmod(path, stat.S_IMODE(os.fstat(handle).st_mode))
     finally:
@@ -108,10 +129,19 @@ def make_readable(path: str | Path) -> None:
         os.unlink(other)
 
 
-def _new_beside(path: Path) -> tuple[int, str]:
+def new_beside(path: Path) -> tuple[int, str]:
     """Open a new hidden file in the folder of `path`, to be written; mkstemp would make a private one."""
     name = str(path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp")
     return os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), name
+
+
+def remove_temporary(path: Path) -> None:
+    """Remove the temporary files that killed writers of `path` have left; only for its one writer (`outputs`)."""
+    name = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{16}\.tmp")
+    with contextlib.suppress(OSError):  # a folder may be written and not read
+        for entry in path.parent.iterdir():
+            if name.fullmatch(entry.name):
+                entry.unlink(missing_ok=True)
 
 
 def check_replaceable(folder: Path) -> None:

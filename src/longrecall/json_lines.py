@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from longrecall.errors import UserError
+from longrecall.files import refuse_links
 
 
 class JsonLines:
@@ -21,6 +22,7 @@ class JsonLines:
     def open(self, whole: int) -> None:
         """Go on after the first `whole` bytes, 0 = anew; UserError where the file cannot be written."""
         try:
+            refuse_links(self.path)
             self._file = self.path.open("r+b" if whole else "wb")
             self._file.truncate(whole)
             self._file.seek(whole)
@@ -54,7 +56,7 @@ def read_json_lines(path: Path, take: Callable[[int, Any], None]) -> int:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}; leave out --resume to start over") from error
+        raise UserError(f"cannot read {path}: {error.strerror or error}; start over with --force") from error
     whole = 0
     for number, line in enumerate(lines[:-1], start=1):
         try:
@@ -64,7 +66,7 @@ def read_json_lines(path: Path, take: Callable[[int, Any], None]) -> int:
                 break
             reason = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise UserError(
-                f"cannot resume {path}: line {number} is damaged ({reason}); leave out --resume to start over"
+                f"cannot resume {path}: line {number} is damaged ({reason}); start over with --force"
             ) from error
         whole += len(line) + 1
     return whole

@@ -214,11 +214,12 @@ def test_a_backend_of_the_environment_that_cannot_serve(
 def test_a_state_does_not_take_the_place_of_the_model(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """Both are safetensors in one folder; a state of its own beside the weights is fine."""
+    """Both are safetensors; not even a file of its own goes into the folder, which may be published as it is."""
     own = shutil.copytree(checkpoint, tmp_path / "own")
     before = (own / name).read_bytes()
     assert main(["generate", str(own), "--prompt", "a", "--save-state", str(own / name)]) == 2
     assert "is a file that is read here" in capsys.readouterr().err
     assert (own / name).read_bytes() == before
-    for _ in range(2):
-        assert answer(capsys, own, "--prompt", "a", "--save-state", own / "state.safetensors")["state"]
+    assert main(["generate", str(own), "--prompt", "a", "--save-state", str(own / "state.safetensors")]) == 2
+    assert "lies inside the checkpoint folder" in capsys.readouterr().err
+    assert not (own / "state.safetensors").exists()

@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from longrecall.demo.job import MARKER, _prepare, run_demo
 from longrecall.demo.processes import Process, wait_for
 from longrecall.demo.table import closing_table, verdict
 from longrecall.errors import UserError
+from longrecall.outputs import claim_folder
 
 RECORDED = Path(__file__).parents[2] / "experiments" / "results" / "demo"
 
@@ -92,18 +94,50 @@ def test_help_says_what_it_costs_and_how_many_steps_there_are(capsys: pytest.Cap
     assert f"training steps of either run; fewer take less time and show less [{recipe['run']['steps']}]" in text
 
 
-def test_only_a_folder_of_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
+def test_only_a_demo_that_was_interrupted_is_cleared(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
+    (tmp_path / "new").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match="is not empty and no demo wrote it"):
         _prepare(tmp_path / "mine", force=False)
     assert (tmp_path / "mine" / "thesis.tex").exists()
     _prepare(tmp_path / "new", force=False)
-    (tmp_path / "new" / "before.json").write_text("{}")
+    for name in ("before.json", ".after.json.0123456789abcdef.tmp", "notes.txt"):
+        (tmp_path / "new" / name).write_text("{}")
+    (tmp_path / "new" / "work" / "enlarged").mkdir(parents=True)
     _prepare(tmp_path / "new", force=False)
-    assert [path.name for path in (tmp_path / "new").iterdir()] == [MARKER]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [MARKER, "notes.txt"]
     (tmp_path / "file").write_text("")
     assert main(["demo", "--out", str(tmp_path / "file")]) == 2
+
+
+@pytest.mark.parametrize("marker", ['{"seconds": 9.5, "steps": 400, "samples": 1024}', "{damaged"])
+def test_a_finished_demo_is_replaced_with_force_only(tmp_path: Path, marker: str) -> None:
+    (tmp_path / MARKER).write_text(marker)
+    (tmp_path / "report.html").write_text("minutes of work")
+    with pytest.raises(UserError, match="holds a finished demo; --force replaces it by a new one, or choose another"):
+        run_demo(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [MARKER, "report.html"]
+    _prepare(tmp_path, force=True)
+    assert [path.name for path in tmp_path.iterdir()] == [MARKER]
+
+
+def test_children_of_a_killed_demo_are_waited_for(tmp_path: Path) -> None:
+    _prepare(tmp_path, force=False)
+    told: list[str] = []
+
+    def again() -> None:  # another thread is as good as another process
+        with pytest.raises(UserError) as caught:
+            run_demo(tmp_path, force=True)
+        told.append(str(caught.value))
+
+    for folder in (tmp_path / "work" / "enlarged", tmp_path):
+        with claim_folder(folder, "advice"):
+            thread = threading.Thread(target=again)
+            thread.start()
+            thread.join()
+        assert f"{folder} is being written by another thread" in told.pop()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [MARKER, "work"]
 
 
 def test_force_never_replaces_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,8 @@ def test_an_interrupted_search_goes_on_and_a_finished_one_is_read(tokenizer: Any
     assert search(tokenizer, memory=1300, out=out, resume=True)["created"] == whole["created"]
     with pytest.raises(UserError, match=r"cannot resume .*other settings \(longest\)"):
         search(tokenizer, memory=1300, longest=1024, out=out, resume=True)
+    with pytest.raises(UserError, match=r"search.json exists already; --resume"):
+        search(tokenizer, memory=1300, out=out)
     out.unlink()
 
     class Killed(Exception):
@@ -153,6 +155,8 @@ def test_an_interrupted_search_goes_on_and_a_finished_one_is_read(tokenizer: Any
             Speaker(killed), tokenizer, "niah_single_1", 2048, 2, step=256, options=options, progress=False, out=out
         )
     assert (tmp_path / "search.json.768").exists() and not out.exists()
+    with pytest.raises(UserError, match=r"search.json.1024.partial holds the work of a run that was interrupted"):
+        search(tokenizer, memory=1300, out=out)
 
     def reluctant(text: str) -> str:
         assert len(text) < 20 or "provided text is" not in text or len(text) > 900, "a finished length was read again"
@@ -171,6 +175,9 @@ def test_an_interrupted_search_goes_on_and_a_finished_one_is_read(tokenizer: Any
         resume=True,
     )
     assert again["summary"] == whole["summary"] and [path.name for path in tmp_path.iterdir()] == ["search.json"]
+    (tmp_path / "search.json.700").write_text("of an interrupted search with other steps")
+    assert search(tokenizer, memory=1300, out=out, force=True)["summary"] == whole["summary"]
+    assert [path.name for path in tmp_path.iterdir()] == ["search.json"]
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,26 @@ def test_two_processes_give_the_result_of_one(checkpoint: Path, tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "one.json", "text.txt", "two.json"]
 
 
+def test_all_processes_are_refused_together(tmp_path: Path) -> None:
+    """None is left to wait for the first one, which alone looks at the place."""
+    (tmp_path / "r.json").touch()
+
+    class Two(Ranks):
+        def gather(self, data: Any) -> list[Any]:
+            return [data, None] if self.first else [refusal, data]
+
+    refusal = "r.json exists already"
+    for rank in (0, 1):
+        with pytest.raises(UserError, match=refusal):
+            Two(rank, 2).claim(tmp_path / "r.json", force=False, resume=False).__enter__()
+    refusal = None
+    with Two(0, 2).claim(tmp_path / "new.json", force=False, resume=False):
+        assert len(list(tmp_path.iterdir())) == 2
+        with Two(1, 2).claim(tmp_path / "new.json", force=False, resume=False):
+            pass  # under the first one's claim, without another
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_what_several_processes_left_behind_is_finished_by_one(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "r.json"
     result = run(checkpoint, out)

@@ -116,10 +116,10 @@ def test_a_damaged_journal_is_refused_with_its_line(model: RecurrentLM, tokenize
     lines = partial.read_text().splitlines()
     for number, bad in ((1, '{"kind": "poem"}'), (3, "{"), (2, '{"job": "x", "index": 1, "seconds": 0}')):
         partial.write_text("\n".join([*lines[: number - 1], bad, *lines[number:]]) + "\n")
-        with pytest.raises(UserError, match=rf"cannot resume .*: line {number} is damaged .*leave out --resume"):
+        with pytest.raises(UserError, match=rf"cannot resume .*: line {number} is damaged .*start over with --force"):
             run(model, tokenizer, out=out, resume=True)
-    run(model, tokenizer, out=out)
-    assert out.exists() and not partial.exists()
+    run(model, tokenizer, out=out, force=True)
+    assert out.exists() and not partial.exists() and not list(tmp_path.glob(".*"))
 
 
 def test_a_new_run_forgets_the_old_one_only_when_it_begins(model: RecurrentLM, tokenizer: Any, tmp_path: Path) -> None:
@@ -127,11 +127,15 @@ def test_a_new_run_forgets_the_old_one_only_when_it_begins(model: RecurrentLM, t
     with Interrupter(model, 8), pytest.raises(KeyboardInterrupt):
         run(model, tokenizer, out=out)
     old = partial.read_bytes()
+    with pytest.raises(
+        UserError, match=r"partial holds the work of a run .*; --resume goes on with it, --force starts"
+    ):
+        run(model, tokenizer, out=out)
     with pytest.raises(UserError, match="too short"):
-        run(model, tokenizer, out=out, lengths=[60])
+        run(model, tokenizer, out=out, lengths=[60], force=True)
     assert partial.read_bytes() == old
     with Interrupter(model, 0), pytest.raises(KeyboardInterrupt):
-        run(model, tokenizer, out=out)
+        run(model, tokenizer, out=out, force=True)
     assert len(journal_lines(partial)) == 1
 
 
@@ -157,6 +161,25 @@ def test_resume_refuses_other_settings(
             assert counter.passes == 4 and not finished
     with pytest.raises(UserError, match=rf"cannot resume .*other settings \({named}\)"):
         run(model, tokenizer, out=out, resume=True, **(small | change))
+
+
+@pytest.mark.usefixtures("stopped_clock")
+def test_a_finished_result_is_replaced_with_force_only(model: RecurrentLM, tokenizer: Any, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    small = {"tasks": ["passkey"], "options": {"passkey": OPTIONS["passkey"]}, "out": out}
+    run(model, tokenizer, **small)
+    before = out.read_bytes()
+    for change in ({}, {"seed": 1}):
+        with Interrupter(model, 0), pytest.raises(UserError, match=r"r.json exists already; --resume keeps it"):
+            run(model, tokenizer, **small, **change)
+        assert out.read_bytes() == before
+    with Interrupter(model, 1), pytest.raises(KeyboardInterrupt):
+        run(model, tokenizer, **small, seed=1, force=True)
+    assert out.read_bytes() == before  # until the new one is there
+    run(model, tokenizer, **small, seed=1, resume=True)
+    assert json.loads(out.read_text())["settings"]["seed"] == 1
+    with pytest.raises(UserError, match="give one of them"):
+        run(model, tokenizer, **small, resume=True, force=True)
 
 
 def test_resume_refuses_another_model(model: RecurrentLM, tokenizer: Any, tmp_path: Path) -> None:
@@ -185,6 +208,11 @@ def test_a_killed_process_goes_on(checkpoint: Path, tmp_path: Path) -> None:
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None and not (partial.exists() and partial.read_bytes().count(b"\n") > 3):
             time.sleep(0.01)
+        for flags in ({}, {"resume": True}, {"force": True}):
+            with pytest.raises(
+                UserError, match=rf"r.json is being written by process {process.pid} .*longrecall eval "
+            ):
+                evaluate_checkpoint(checkpoint, ["copying"], [900], 150, seed=1, out=out, **flags)
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL and not out.exists()
     before = partial.read_bytes().count(b"\n") - 1
@@ -211,4 +239,4 @@ def test_a_killed_process_goes_on(checkpoint: Path, tmp_path: Path) -> None:
         )
     assert len(samples) == 150 - before
     assert [entry["count"] for entry in result["results"]] == [150, 150 * 900]
-    assert out.exists() and not partial.exists()
+    assert out.exists() and not partial.exists() and not list(tmp_path.glob(".*"))

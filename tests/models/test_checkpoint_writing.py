@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from longrecall.errors import UserError
 from longrecall.models import checkpoint as checkpoint_module
 from longrecall.models.checkpoint import CheckpointWriter, open_checkpoint, save
+from longrecall.outputs import claim_folder
 from tests.models.checkpoints import (
     GLA,
     MAMBA2,
@@ -37,9 +38,9 @@ def test_exception_leaves_nothing(tmp_path: Path) -> None:
     assert left_behind(tmp_path) == []
 
 
-def test_kill_leaves_no_checkpoint(tmp_path: Path) -> None:
+def test_one_writer_at_a_time_and_a_killed_one_leaves_no_checkpoint(tmp_path: Path) -> None:
     script = f"""
-        import os, signal, torch
+        import torch
         from longrecall.models.checkpoint import CheckpointWriter
         from longrecall.models.config import RecurrentConfig
         layers = [{{"mixer": {GLA!r}, "mlp_size": 0}}]
@@ -48,13 +49,73 @@ def test_kill_leaves_no_checkpoint(tmp_path: Path) -> None:
             writer.set_config(config)
             for name, shape in config.tensor_shapes().items():
                 writer.add(name, torch.zeros(shape))
-            os.kill(os.getpid(), signal.SIGKILL)
+            input("ready\\n")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=environment(), timeout=120)
-    assert done.returncode == -signal.SIGKILL
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), text=True
+    ) as other:
+        assert other.stdout is not None
+        try:
+            assert other.stdout.readline() == "ready\n"
+            with pytest.raises(
+                UserError, match=rf"out is being written by process {other.pid} on .* choose another fol"
+            ):
+                write(tmp_path / "out", config_of(), force=True)
+        finally:
+            other.kill()
     assert not (tmp_path / "out").exists()
-    assert list(tmp_path.rglob("*.safetensors"))
+    assert list(tmp_path.rglob("*.safetensors"))  # what the other one had written was no remains yet
     assert list(tmp_path.rglob("config.json")) == []
+    write(tmp_path / "out", config_of())
+    assert left_behind(tmp_path) == ["out"]
+
+
+def test_a_folder_that_a_kill_took_away_comes_back(tmp_path: Path) -> None:
+    """Killed between two renames: the old folder has its hidden name, and the new one still has too."""
+    out = tmp_path / "out"
+    write(out, config_of(GLA))
+    before = open_checkpoint(out).sha256()
+    out.rename(tmp_path / ".out.replaced-01234567")
+    (tmp_path / ".out.partial-01234567").mkdir()
+    with pytest.raises(UserError, match="out is not empty"):
+        write(out, config_of(MAMBA2))
+    assert left_behind(tmp_path) == ["out"] and open_checkpoint(out).sha256() == before
+
+
+def test_no_checkpoint_goes_through_a_link_or_into_another_one(tmp_path: Path) -> None:
+    write(tmp_path / "other", config_of())
+    before = left_behind(tmp_path / "other")
+    (tmp_path / "lost").symlink_to(tmp_path / "nowhere" / "deep")
+    (tmp_path / "found").symlink_to(tmp_path / "other")
+    for name, cause in {
+        "lost": r"lost cannot be written: .*lost is a link to .*nowhere/deep, which is not there",
+        "lost/out": r"out cannot be written: .*lost is a link to .*nowhere/deep, which is not there",
+        "found": r"found cannot be written: it is a link",
+        "found/out": r"out lies inside the checkpoint folder .*other",
+        "other/a/out": r"out lies inside the checkpoint folder .*other",
+    }.items():
+        with pytest.raises(UserError, match=cause):
+            write(tmp_path / name, config_of(), force=True)
+    assert left_behind(tmp_path / "other") == before
+    assert left_behind(tmp_path) == ["found", "lost", "other"]
+
+
+def test_a_folder_that_a_run_writes_in_is_not_replaced(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    told: list[str] = []
+
+    def other() -> None:
+        with pytest.raises(UserError) as caught:
+            write(run, config_of(), force=True)
+        told.append(str(caught.value))
+
+    with claim_folder(run, "advice"):
+        (run / "log.jsonl").touch()
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert "run is being written by another thread" in told[0] and left_behind(run) == ["log.jsonl"]
 
 
 def environment() -> dict[str, str]:

@@ -22,7 +22,7 @@ PARTS = ("perplexity", "state", "remembrance", "recall", "verdict")
 
 
 def page_of(synthetic: SimpleNamespace, **files: dict[str, Any]) -> Page:
-    path = build_report(synthetic.write(**files), synthetic.folder / "r.html")
+    path = build_report(synthetic.write(**files), synthetic.folder / "r.html", force=True)
     return Page(path.read_text(encoding="utf-8"))
 
 

@@ -78,6 +78,11 @@ def test_an_interrupted_sweep_goes_on(
         assert main(["sweep", str(recipe)]) == 130
     journal = recipe.with_name("broken.json.partial")
     assert len(journal.read_text().splitlines()) == 3 and not recipe.with_name("broken.json").exists()
+    capsys.readouterr()
+    assert main(["sweep", str(recipe)]) == 2
+    assert (
+        "broken.json.partial holds the work of a run that was interrupted; --resume goes on" in capsys.readouterr().err
+    )
     # A kill in the middle of a line leaves half of it.
     with journal.open("a") as file:
         file.write('{"key": "half')
@@ -92,6 +97,34 @@ def test_an_interrupted_sweep_goes_on(
         patch.setattr(ModelRun, "_take", interrupted)  # would raise: nothing is trained any more
         assert main(["sweep", str(recipe), "--resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["done"] == 4
+
+
+def test_rows_are_replaced_with_force_only(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write()
+    out, link = recipe.with_suffix(".json"), recipe.with_name("recipe.json.partial")
+    assert main(["sweep", str(recipe)]) == 0
+    before = out.read_bytes()
+    capsys.readouterr()
+    for words, reason in {
+        (): "recipe.json exists already; --resume keeps it and does what is missing, --force replaces it, or choose",
+        ("--force", "--resume"): "give one of them",
+        ("--force", "--set", f"run.output={recipe.parent / 'lost' / 'x.json'}"): "which is not there",
+    }.items():
+        (recipe.parent / "lost").unlink(missing_ok=True)
+        (recipe.parent / "lost").symlink_to("nowhere")
+        assert main(["sweep", str(recipe), *words]) == 2
+        error = capsys.readouterr().err
+        assert reason in error and error.count("\n") == 1 and out.read_bytes() == before
+    link.symlink_to("precious")
+    assert main(["sweep", str(recipe), "--force"]) == 2
+    assert "recipe.json.partial" in capsys.readouterr().err and not recipe.with_name("precious").exists()
+    link.unlink()
+    assert main(["sweep", str(recipe), "--force", "--shard", "1/2"]) == 0
+    assert main(["sweep", str(recipe), "--force"]) == 0
+    assert json.loads(out.read_bytes())["rows"] == json.loads(before)["rows"]
+    (recipe.parent / "lost").unlink()
+    names = ["recipe.1of2.json", "recipe.json", "recipe.yaml"]
+    assert sorted(path.name for path in recipe.parent.iterdir()) == names
 
 
 def test_shards_together_are_the_whole(write: Write, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ from tests.training.interventions import override
 WORKER = """
 import sys
 import torch
+from longrecall.errors import UserError
 from longrecall.training.data import BatchStream
 from longrecall.training.recipe import Recipe
 from longrecall.training.run import run_recipe
@@ -59,6 +60,12 @@ for folder in sys.argv[1:]:
     BatchStream.__iter__ = original
     summary = run_recipe(Recipe.load(path, [f"run.output={folder}/killed"]), resume=True, show_progress=False)
     assert summary.resumed_from == 2, summary
+# The first process alone looks at the folder; the other one must not wait for it in vain.
+try:
+    run_recipe(Recipe.load(path, [f"run.output={folder}/killed"]), show_progress=False)
+    raise AssertionError("a finished run was replaced")
+except UserError as error:
+    assert "holds a run already (steps)" in str(error), error
 torch.distributed.destroy_process_group()
 """
 
@@ -141,6 +148,8 @@ def test_two_processes(make_recipe: Callable[..., Recipe], tmp_path: Path) -> No
         # float32 sums over two processes and micro-batches in another order, grown over four steps of AdamW.
         assert whole == pytest.approx(reference(recipe), rel=1e-4), kind
         assert losses(tmp_path / kind / "killed") == whole, kind
+        names = ["final", "log.jsonl", "steps", "training.json"]  # and no lock file
+        assert [name for name in sorted(os.listdir(tmp_path / kind / "killed")) if name[:7] != "initial"] == names
         runs = find_saved_runs(tmp_path / kind / "whole")
         assert [saved.step for saved in runs] == [2, 4]
         first, second = runs[-1].process(0), runs[-1].process(1)

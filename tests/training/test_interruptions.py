@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longrecall.errors import UserError
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.training.checkpoints import find_saved_runs, step_folder
+from longrecall.training.checkpoints import drop_old, find_saved_runs, step_folder
 from longrecall.training.data import Batch, BatchStream
 from longrecall.training.recipe import Recipe
 from longrecall.training.run import run_recipe
@@ -52,9 +52,15 @@ def test_half_written_and_damaged_checkpoints_are_passed_over(
     damaged.write_bytes(damaged.read_bytes()[:-1])
     shutil.copytree(step_folder(output, 2), output / "steps" / ".step-00000006.partial")
     (step_folder(output, 5)).mkdir()
+    for name in ("..step-00000049.partial.partial-01234567", ".step-00000003.partial"):
+        (output / "steps" / name).mkdir()
+    (output / ".final.partial-01234567").mkdir()
+    (output / ".training.json.0123456789abcdef.tmp").touch()
     assert [saved.step for saved in find_saved_runs(output)] == [2]
     assert train(recipe, resume=True) == expected
-    assert not list((output / "steps").glob(".step*"))
+    # What a kill left is gone, and what `keep` counts is whole.
+    assert sorted(path.name for path in (output / "steps").iterdir()) == [f"step-0000000{step}" for step in (2, 4, 6)]
+    assert sorted(path.name for path in output.iterdir()) == ["final", "log.jsonl", "steps", "training.json"]
     assert equal(weights(output / "final"), weights(tmp_path / "whole" / "final"))
 
 
@@ -79,6 +85,60 @@ def test_old_checkpoints_are_dropped(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe("run.save_every=1", "run.keep=2")
     train(recipe)
     assert [saved.step for saved in find_saved_runs(Path(recipe.run.output))] == [5, 6]
+
+
+def test_half_written_checkpoints_go_when_the_run_goes_on_and_not_only_at_its_end(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe("run.save_every=2", "run.keep=2")
+    remains = Path(recipe.run.output) / "steps" / "..step-00000049.partial.partial-01234567"
+    remains.mkdir(parents=True)
+    kill_after(monkeypatch, 0)
+    with pytest.raises(Killed):
+        train(recipe, resume=True)
+    assert not remains.exists()
+
+
+def test_a_checkpoint_that_cannot_be_read_just_now_is_not_dropped(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe("run.save_every=2", "run.keep=3")
+    train(recipe)
+    output, read = Path(recipe.run.output), Path.read_text
+
+    def failing(self: Path, *arguments: Any, **options: Any) -> str:
+        if self.parent == step_folder(output, 4):
+            raise OSError(5, "Input/output error")
+        return read(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", failing)
+        drop_old(output, 2)
+    assert [saved.step for saved in find_saved_runs(output)] == [2, 4, 6]
+    drop_old(output, 2)
+    assert [saved.step for saved in find_saved_runs(output)] == [4, 6]
+
+
+def test_force_begins_anew_once_all_is_checked(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    recipe = make_recipe("run.steps=2")
+    output = Path(recipe.run.output)
+    train(make_recipe("run.steps=2", "run.save_every=1", "optimizer.learning_rate=0.5"))
+    (output / "notes.txt").write_text("mine")
+    before = sorted(output.rglob("*"))
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(UserError, match="start over with --force"):
+        train(recipe)
+    with pytest.raises(UserError, match="give one of them"):
+        train(recipe, force=True, resume=True)
+    with pytest.raises(UserError, match="holds the checkpoint that is trained, which --force would remove"):
+        train(make_recipe("run.steps=2", f"model.checkpoint={output / 'final'}"), force=True)
+    with pytest.raises(UserError, match=r"empty\.txt"):
+        train(make_recipe("run.steps=2", f"data.sources.0.path={tmp_path / 'empty.txt'}"), force=True)
+    assert sorted(output.rglob("*")) == before
+    rows = train(recipe, force=True)
+    assert rows == train(make_recipe("run.steps=2", f"run.output={tmp_path / 'other'}"))
+    assert [saved.step for saved in find_saved_runs(output)] == [2]
+    assert (output / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -155,5 +215,5 @@ def test_no_space_left_while_saving(make_recipe: MakeRecipe, monkeypatch: pytest
 
 def test_output_that_cannot_be_written(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match=r"run\.output .* cannot be written"):
+    with pytest.raises(UserError, match=r"cannot write .*out: .*; choose another run\.output"):
         run_recipe(make_recipe(f"run.output={tmp_path / 'file' / 'out'}"))

@@ -31,6 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="chance of any false verdict, over all cells [%(default)s]",
     )
     parser.add_argument("--out", metavar="FILE", help="write the comparison as JSON")
+    parser.add_argument("--force", action="store_true", help="replace FILE when it exists")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON instead of a table")
 
 
@@ -39,14 +40,14 @@ def run(args: argparse.Namespace) -> int:
     tasks, metrics = _names(args.tasks, "--tasks"), _names(args.metrics, "--metrics")
 
     from longrecall.evaluation.comparison import compare_files
-    from longrecall.files import check_no_input, check_writable, write_json
+    from longrecall.files import check_no_input, write_json
+    from longrecall.outputs import claim_file
 
-    if args.out is not None:
-        check_no_input(args.out, (args.first, args.second))
-        check_writable(args.out)
-    comparison = compare_files(args.first, args.second, tasks=tasks, metrics=metrics, alpha=args.alpha)
-    if args.out is not None:
-        write_json(args.out, comparison)
+    check_no_input(args.out, (args.first, args.second))
+    with claim_file(args.out, force=args.force):
+        comparison = compare_files(args.first, args.second, tasks=tasks, metrics=metrics, alpha=args.alpha)
+        if args.out is not None:
+            write_json(args.out, comparison)
     print(json.dumps(comparison, indent=1) if args.json else as_table(comparison))
     if args.out is not None:
         print(f"written to {args.out}", file=sys.stderr)

@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="output folder [%(default)s]")
     add("--steps", type=int, metavar="N", help="training steps of either run; fewer take less time and show less [480]")
     add("--samples", type=int, default=1024, metavar="N", help="answers per cell [%(default)s]")
-    add("--force", action="store_true", help="replace DIR although no demo wrote it")
+    add("--force", action="store_true", help="replace what DIR holds, such as a finished demo")
     add("--json", action="store_true", help="print where everything lies and the summaries as JSON instead of a table")
 
 

@@ -37,6 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="seed of pass keys and intervals [%(default)s]")
     add("--out", metavar="FILE", help="write the result as JSON; what is finished is kept in FILE.partial meanwhile")
     add("--resume", action="store_true", help="skip what an interrupted run with the same settings finished")
+    add("--force", action="store_true", help="start over and replace FILE, and what an interrupted run has left")
     add("--json", action="store_true", help="print the result as JSON instead of tables")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             device=args.device,
             out=args.out,
+            force=args.force,
             ranks=ranks,
             **settings,
         )

@@ -60,7 +60,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="seed of the samples [%(default)s]")
     add("--text", metavar="FILE", help="UTF-8 text: bits_per_byte, phonebook's distractor, babilong's book")
     add("--out", metavar="FILE", help="write the result as JSON; finished examples are kept in FILE.partial meanwhile")
-    add("--resume", action="store_true", help="skip what an interrupted run with the same settings finished")
+    add("--resume", action="store_true", help="skip what a run with the same settings has finished already")
+    add("--force", action="store_true", help="start over and replace FILE, and what an interrupted run has left")
     add("--json", action="store_true", help="print the result as JSON instead of a table")
     add(
         "--option",
@@ -137,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
         "segment_tokens": segment_tokens,
         "out": args.out,
         "resume": args.resume,
+        "force": args.force,
     }
     with torchrun_ranks() as ranks:
         if longest is None:

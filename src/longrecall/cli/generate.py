@@ -41,6 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beams", type=int, default=1, metavar="N", help="beam search with N beams [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
     parser.add_argument("--save-state", metavar="FILE", help="keep the state after the prompt")
+    parser.add_argument("--force", action="store_true", help="with --save-state: replace FILE when it exists")
     parser.add_argument("--load-state", metavar="FILE", help="start from a kept state: the prompt is what comes after")
     parser.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 [as stored]")
     parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
@@ -51,17 +52,23 @@ def run(args: argparse.Namespace) -> int:
     """Read, keep, write; return the exit code."""
     _check(args)
     text = _prompt(args)
+    from longrecall.files import check_no_input
+    from longrecall.models.checkpoint import check_no_part
+    from longrecall.outputs import claim_file
+
+    elsewhere = "choose another --save-state"
+    check_no_input(args.save_state, [args.prompt_file], elsewhere)
+    check_no_part(args.save_state, args.checkpoint, elsewhere)
+    with claim_file(args.save_state, force=args.force, advice=elsewhere):  # before hours of reading, not after
+        return _generate(args, text)
+
+
+def _generate(args: argparse.Namespace, text: str) -> int:
     import longrecall
-    from longrecall.files import check_no_input, check_writable
-    from longrecall.models.checkpoint import check_no_part, open_checkpoint
+    from longrecall.models.checkpoint import open_checkpoint
     from longrecall.models.checkpoint_tokenizer import load_tokenizer
     from longrecall.models.loading import preferred_device
 
-    if args.save_state is not None:
-        elsewhere = "choose another --save-state"
-        check_no_input(args.save_state, [args.prompt_file], elsewhere)
-        check_no_part(args.save_state, args.checkpoint, elsewhere)
-        check_writable(args.save_state, elsewhere)  # before hours of reading, not after
     checkpoint = open_checkpoint(args.checkpoint)
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config.vocab_size)
     model = longrecall.load(args.checkpoint, dtype=args.dtype, device=preferred_device(args.device))

@@ -17,6 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
     parser.add_argument("results", nargs="+", metavar="RESULT", help="files written by eval, diagnose, train and sweep")
     parser.add_argument("-o", "--out", required=True, metavar="FILE.html", help="the page to write")
+    parser.add_argument("--force", action="store_true", help="replace FILE.html when it exists")
     parser.add_argument(
         "--label",
         action="append",
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     labels = parse_labels(args.label)
     from longrecall.report.page import build_report
 
-    path = build_report(args.results, args.out, labels=labels, title=args.title)
+    path = build_report(args.results, args.out, labels=labels, title=args.title, force=args.force)
     size = path.stat().st_size
     print(json.dumps({"report": str(path), "bytes": size}) if args.json else f"wrote {path} ({size / 1024:,.0f} KiB)")
     return 0

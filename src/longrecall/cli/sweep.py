@@ -24,6 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="override a key of the recipe, e.g. training.epochs=8 or tasks.0.settings.pairs=8; repeatable",
     )
     parser.add_argument("--resume", action="store_true", help="keep the rows of earlier calls, train only the others")
+    parser.add_argument("--force", action="store_true", help="start over and replace the rows of earlier calls")
     parser.add_argument("--retry", action="store_true", help="with --resume: train again the runs that failed")
     parser.add_argument(
         "--shard",
@@ -63,6 +64,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from longrecall.sweep.run import run_sweep
 
-    summary = run_sweep(recipe, resume=args.resume, retry=args.retry, shard_of=chosen, show_progress=not args.json)
+    summary = run_sweep(
+        recipe,
+        resume=args.resume,
+        retry=args.retry,
+        force=args.force,
+        shard_of=chosen,
+        show_progress=not args.json,
+    )
     print(json.dumps(summary.to_dict(), indent=2) if args.json else "\n".join(summary.lines()))
     return 0

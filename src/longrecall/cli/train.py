@@ -24,6 +24,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", help="continue the newest checkpoint in the output folder exactly"
     )
     parser.add_argument(
+        "--force", action="store_true", help="begin anew and remove the run that the output folder holds"
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="check everything and print the plan; read no weights, write nothing"
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
@@ -36,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = Recipe.load(args.recipe, args.overrides)
     from longrecall.training.run import run_recipe
 
-    summary = run_recipe(recipe, resume=args.resume, dry_run=args.dry_run)
+    summary = run_recipe(recipe, resume=args.resume, dry_run=args.dry_run, force=args.force)
     if args.json:
         print(json.dumps(summary.to_dict(), indent=2))
         return 0

@@ -18,13 +18,16 @@ from longrecall.demo.table import AFTER, BEFORE, CONTROL, closing_table, verdict
 from longrecall.errors import UserError
 from longrecall.evaluation.checkpoint import evaluate_checkpoint
 from longrecall.evaluation.results import joined, read_json, read_result
-from longrecall.files import check_replaceable, write_json
+from longrecall.files import cannot_write, check_replaceable, remove_temporary, write_json
+from longrecall.locks import LOCK_FILE
+from longrecall.outputs import claim_folder, refuse_busy
 from longrecall.report import build_report, check_packages
 from longrecall.surgery.expand import expand
 from longrecall.tasks.text import read_text
 from longrecall.training.recipe import Recipe
 
 MARKER = "demo.json"
+RUNS = ("enlarged", "unchanged")
 LABELS = {BEFORE: "before", AFTER: "after", CONTROL: "control"}
 TITLE = "A bigger memory for a small model: before and after"
 PAIRS = (1, 2, 4, 8, 16, 24)
@@ -32,28 +35,39 @@ LENGTHS = (512, 1024, 2048, 4096)
 WINDOWS = 16
 KEY_LENGTHS = (256, 512, 1024)
 KEYS = 32
+_RESULTS = ("before.json", "after.json", "control.json", "training_after.json", "training_control.json")
+_OURS = (MARKER, "checkpoint", "report.html", "work", *_RESULTS)
+_ELSEWHERE = "choose another --out"
 
 
 def run_demo(out: Path, steps: int | None = None, samples: int = 1024, force: bool = False) -> str:
     """Leave checkpoint/, before.json, after.json, control.json and report.html in `out`; return the closing table.
 
     Args:
-        out: folder; an earlier demo in it is replaced, anything else only with `force`.
+        out: folder. What a demo that was interrupted has left there is cleared; anything else that it holds, such as a
+            finished demo, is replaced with `force` only.
         steps: of either training run; None = what the recipe says.
         samples: answers per cell of the phone book.
 
     Raises:
-        UserError: a number below 1; `out` holds something else or cannot be written; the report's packages are missing.
+        UserError: a number below 1; `out` holds something, is being written by another process or cannot be written;
+            the report's packages are missing.
     """
     for name, count in (("steps", steps), ("samples", samples)):
         if count is not None and count < 1:  # before an earlier demo is replaced
             raise UserError(f"--{name} must be at least 1, got {count}")
+    check_packages()
+    with claim_folder(out, _ELSEWHERE):
+        _prepare(out, force)
+        return _run(out, steps, samples)
+
+
+def _run(out: Path, steps: int | None, samples: int) -> str:
+    """The five steps, in an empty folder."""
     began = time.monotonic()
     assets = Path(str(resources.files("longrecall") / "assets"))
     base, text = assets / "mamba2-base", assets / "text"
     recipe = assets / "demo" / "recipe.yaml"
-    check_packages()
-    _prepare(out, force)
     held_out = read_text(str(text / "held_out.txt"))
 
     _say("1/5 measuring the pretrained model")
@@ -69,7 +83,7 @@ def run_demo(out: Path, steps: int | None = None, samples: int = 1024, force: bo
     total = Recipe.load(recipe, [*settings, f"model.checkpoint={base}"]).steps(1)
     runs = [
         TrainingProcess(label, recipe, [*settings, f"model.checkpoint={checkpoint}"], out / "work" / label, total)
-        for label, checkpoint in (("enlarged", larger), ("unchanged", base))
+        for label, checkpoint in zip(RUNS, (larger, base), strict=True)
     ]
     wait_for(runs)
     trained, continued = (run.output / "final" for run in runs)
@@ -112,24 +126,39 @@ def _report(out: Path, runs: Sequence[TrainingProcess]) -> None:
 
 
 def _prepare(out: Path, force: bool) -> None:
-    """An empty folder, or one that a demo wrote (begun or finished), or what the user allows to be replaced."""
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file; choose another --out")
-    if out.is_dir() and any(out.iterdir()):
-        if not force and not (out / MARKER).exists():
-            raise UserError(f"{out} is not empty and no demo wrote it; choose another --out or give --force")
+    """Leave the marker of a begun demo alone in `out`, or with what the user has put beside an interrupted one."""
+    held = [entry for entry in out.iterdir() if entry.name != LOCK_FILE]
+    if held and not force:
+        if not (out / MARKER).exists():
+            raise UserError(f"{out} is not empty and no demo wrote it; {_ELSEWHERE} or give --force")
+        if _finished(out):
+            raise UserError(f"{out} holds a finished demo; --force replaces it by a new one, or {_ELSEWHERE}")
+    if held:
         check_replaceable(out)
+    for label in RUNS:  # a demo that was killed has left its children alone, and they may still be at work
+        refuse_busy(out / "work" / label, _ELSEWHERE)
     try:
-        out.mkdir(parents=True, exist_ok=True)
         # First the marker, then the rest goes: a kill in between must not leave a folder that no demo wrote.
         write_json(out / MARKER, {"unfinished": True})
-        for entry in out.iterdir():
+        for entry in held:
+            if entry.name == MARKER or not (force or entry.name in _OURS):
+                continue
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
-            elif entry.name != MARKER:
+            else:
                 entry.unlink()
+        for name in _OURS:
+            remove_temporary(out / name)
     except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}; choose another --out") from error
+        raise cannot_write(out, error, _ELSEWHERE) from error
+
+
+def _finished(out: Path) -> bool:
+    """Whether the demo in `out` came to its end; what cannot be told is not cleared."""
+    try:
+        return "unfinished" not in read_json(out / MARKER)
+    except UserError:
+        return True
 
 
 def _measure(checkpoint: Path, out: Path, held_out: str, samples: int) -> dict[str, Any]:

@@ -42,7 +42,6 @@ from longrecall.evaluation.engine import describe_model
 from longrecall.evaluation.journal import Journal
 from longrecall.evaluation.parallel import Ranks
 from longrecall.evaluation.results import SCHEMA, environment, now
-from longrecall.files import check_writable
 from longrecall.models.checkpoint import open_checkpoint
 from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.loading import load, preferred_device
@@ -71,6 +70,7 @@ def diagnose(
     checkpoint: dict[str, Any] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    force: bool = False,
     progress: bool = True,
     ranks: Ranks | None = None,
 ) -> dict[str, Any]:
@@ -93,16 +93,18 @@ def diagnose(
         segment_tokens: columns read at once at most; memory does not grow with the length.
         text_name: recorded in the settings.
         checkpoint: recorded as "checkpoint"; made from the model when None.
-        out: result file. While it is not complete, what is finished is kept in ``<out>.partial``.
+        out: result file. While it is not complete, what is finished is kept in ``<out>.partial``. One run at a time
+            writes it; what is there already, finished or not, is refused without `resume` or `force`.
         resume: skip what an earlier run with the same model, text and settings finished.
+        force: start over and replace what is there.
         progress: show a bar with the time left on stderr, where that is a terminal.
         ranks: this process among several that call this with the same arguments (`torchrun_ranks`); each reads its
             share, all return the whole result, the first one writes it.
 
     Raises:
-        UserError: bad settings, a text that is too short, no training length, an unwritable `out`, a journal of
-            another model, text or settings, or the part "state" for a model without recurrent layers. NaN and infinity
-            are findings, not errors.
+        UserError: bad settings, a text that is too short, no training length, an `out` that cannot be written, that is
+            there already or that another process is writing, a journal of another model, text or settings, or the part
+            "state" for a model without recurrent layers. NaN and infinity are findings, not errors.
     """
     plan = make_plan(
         model.config.context_length if training_length is None else training_length,
@@ -120,31 +122,32 @@ def diagnose(
     about = checkpoint if checkpoint is not None else describe_model(model)
     settings = _settings(plan, model, text, text_name)
     ranks = ranks or Ranks()
-    journal = Journal(out, settings, about.get("fingerprint"), resume, ranks, DIAGNOSIS)
-    if journal.complete is not None:
-        return journal.complete
-    run = _Run(model, tokenizer, text, plan)
-    training = bool(model.training)
-    model.eval()
-    journal.start()
-    try:
-        sections = run.all(journal, ranks, progress)
-    finally:
-        journal.close()
-        model.train(training)
-    result: dict[str, Any] = {
-        "schema": SCHEMA,
-        "kind": "diagnosis",
-        "created": now(),
-        "longrecall": __version__,
-        "environment": environment(str(model.device)),
-        "checkpoint": about | {"layers": len(model.config.layers)},
-        "settings": settings,
-        **sections,
-    }
-    result["verdict"] = verdict(result)
-    journal.finish(result)
-    return result
+    with ranks.claim(out, force=force, resume=resume):
+        journal = Journal(out, settings, about.get("fingerprint"), resume, ranks, DIAGNOSIS)
+        if journal.complete is not None:
+            return journal.complete
+        run = _Run(model, tokenizer, text, plan)
+        training = bool(model.training)
+        model.eval()
+        journal.start()
+        try:
+            sections = run.all(journal, ranks, progress)
+        finally:
+            journal.close()
+            model.train(training)
+        result: dict[str, Any] = {
+            "schema": SCHEMA,
+            "kind": "diagnosis",
+            "created": now(),
+            "longrecall": __version__,
+            "environment": environment(str(model.device)),
+            "checkpoint": about | {"layers": len(model.config.layers)},
+            "settings": settings,
+            **sections,
+        }
+        result["verdict"] = verdict(result)
+        journal.finish(result)
+        return result
 
 
 def diagnose_checkpoint(
@@ -156,6 +159,8 @@ def diagnose_checkpoint(
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
     out: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
     ranks: Ranks | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
@@ -165,31 +170,32 @@ def diagnose_checkpoint(
     `dtype` None means as stored. What can be checked without the model is checked before it is loaded: `out`, parts,
     text, checkpoint, settings and tokenizer, in this order.
     """
-    if out is not None:
-        check_writable(out)
-    if parts is not None:
-        check_parts(parts)
-    words = read_text(text)
-    checkpoint = open_checkpoint(path)
-    config = checkpoint.config
-    length = config.context_length if training_length is None else training_length
-    asked = {name: value for name, value in settings.items() if name not in ("progress", "resume")}
-    make_plan(length, parts=None if parts is None else tuple(parts), recurrent=config.state_size() > 0, **asked)
-    tokenizer = load_tokenizer(checkpoint.path, config.vocab_size)
-    device = (ranks or Ranks()).device(device)
-    model = load(path, dtype=dtype, device=preferred_device(device))
-    return diagnose(
-        model,
-        tokenizer,
-        words,
-        training_length=length,
-        parts=parts,
-        text_name=Path(text).name,
-        checkpoint=describe_model(model, str(path), checkpoint.surgery),
-        out=out,
-        ranks=ranks,
-        **settings,
-    )
+    ranks = ranks or Ranks()
+    with ranks.claim(out, force=force, resume=resume):
+        if parts is not None:
+            check_parts(parts)
+        words = read_text(text)
+        checkpoint = open_checkpoint(path)
+        config = checkpoint.config
+        length = config.context_length if training_length is None else training_length
+        asked = {name: value for name, value in settings.items() if name != "progress"}
+        make_plan(length, parts=None if parts is None else tuple(parts), recurrent=config.state_size() > 0, **asked)
+        tokenizer = load_tokenizer(checkpoint.path, config.vocab_size)
+        model = load(path, dtype=dtype, device=preferred_device(ranks.device(device)))
+        return diagnose(
+            model,
+            tokenizer,
+            words,
+            training_length=length,
+            parts=parts,
+            text_name=Path(text).name,
+            checkpoint=describe_model(model, str(path), checkpoint.surgery),
+            out=out,
+            resume=resume,
+            force=force,
+            ranks=ranks,
+            **settings,
+        )
 
 
 def _settings(plan: Plan, model: Any, text: str, text_name: str) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import torch
 
 from longrecall.evaluation.engine import create_tasks, describe_model, evaluate
 from longrecall.evaluation.parallel import Ranks
-from longrecall.files import check_writable
 from longrecall.models.checkpoint import open_checkpoint
 from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.compiling import compiled_layers
@@ -30,6 +29,8 @@ def evaluate_checkpoint(
     text: str | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     out: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
     ranks: Ranks | None = None,
     compile_layers: bool = False,
     **settings: Any,
@@ -41,14 +42,24 @@ def evaluate_checkpoint(
     which pays for many samples of few lengths. What can be checked without the model is checked before it is loaded.
     """
     chosen = create_tasks(tasks, text, options)
-    if out is not None:
-        check_writable(out)
-    checkpoint = open_checkpoint(path)
-    tokenizer = load_tokenizer(checkpoint.path, checkpoint.config.vocab_size)
-    device = (ranks or Ranks()).device(device)
-    model = load(path, dtype=dtype, device=preferred_device(device))
-    about = describe_model(model, str(path), checkpoint.surgery)
-    with compiled_layers(model, wanted=compile_layers):
-        return evaluate(
-            model, tokenizer, chosen, lengths, samples, seed, out=out, checkpoint=about, ranks=ranks, **settings
-        )
+    ranks = ranks or Ranks()
+    with ranks.claim(out, force=force, resume=resume):
+        checkpoint = open_checkpoint(path)
+        tokenizer = load_tokenizer(checkpoint.path, checkpoint.config.vocab_size)
+        model = load(path, dtype=dtype, device=preferred_device(ranks.device(device)))
+        about = describe_model(model, str(path), checkpoint.surgery)
+        with compiled_layers(model, wanted=compile_layers):
+            return evaluate(
+                model,
+                tokenizer,
+                chosen,
+                lengths,
+                samples,
+                seed,
+                out=out,
+                resume=resume,
+                force=force,
+                checkpoint=about,
+                ranks=ranks,
+                **settings,
+            )

@@ -79,6 +79,7 @@ def evaluate(
     segment_tokens: int = 2048,
     out: str | Path | None = None,
     resume: bool = False,
+    force: bool = False,
     progress: bool = True,
     checkpoint: Mapping[str, Any] | None = None,
     ranks: Ranks | None = None,
@@ -97,39 +98,42 @@ def evaluate(
         options: per task name the fields of its class, e.g. ``{"phonebook": {"pairs": (2, 4)}}``.
         batch_tokens: tokens that one forward pass reads at most; less when memory runs out. It changes no answer.
         segment_tokens: columns read at once; longer sequences carry their state, so memory stays flat.
-        out: result file. While it is not complete, finished examples are kept in ``<out>.partial``.
-        resume: skip what an earlier run with the same settings finished.
+        out: result file. While it is not complete, finished examples are kept in ``<out>.partial``. One run at a time
+            writes it; what is there already, finished or not, is refused without `resume` or `force`.
+        resume: skip what an earlier run with the same settings finished; a finished result is returned as it is.
+        force: start over and replace what is there.
         progress: show a bar with the time left on stderr, where that is a terminal.
         checkpoint: recorded as "checkpoint"; made from the model when None.
         ranks: this process among several that call this with the same arguments (`torchrun_ranks`); each reads its
             share, all return the whole result, the first one writes it.
 
     Raises:
-        UserError: bad settings, text too short, a journal of other settings, an unwritable `out`, a length that this
-            machine cannot hold, memory that does not suffice for one sequence.
+        UserError: bad settings, text too short, a journal of other settings, an `out` that cannot be written, that is
+            there already or that another process is writing, a length that this machine cannot hold, memory that does
+            not suffice for one sequence.
     """
     sizes = check_numbers(lengths, samples, batch_tokens, segment_tokens)
     chosen = create_tasks(tasks, text, options)
     about = dict(checkpoint) if checkpoint is not None else describe_model(model)
     settings = result_settings(chosen, sizes, samples, seed, model)
     ranks = ranks or Ranks()
-    journal = Journal(out, settings, about.get("fingerprint"), resume, ranks)
-    if journal.complete is not None:
-        return journal.complete
-
-    jobs = _jobs(model, tokenizer, chosen, sizes, samples, seed, Room(model, batch_tokens, segment_tokens))
-    training = bool(getattr(model, "training", False))
-    model.eval()
-    journal.start()
-    try:
-        done = _run(jobs, journal, ranks, progress)
-    finally:
-        journal.close()
-        model.train(training)
-    entries = [entry for job in jobs for entry in _entries(job, done[job.key])]
-    result = _result(entries, about, settings, str(model.device)) | definitions(chosen, settings["options"])
-    journal.finish(result)
-    return result
+    with ranks.claim(out, force=force, resume=resume):
+        journal = Journal(out, settings, about.get("fingerprint"), resume, ranks)
+        if journal.complete is not None:
+            return journal.complete
+        jobs = _jobs(model, tokenizer, chosen, sizes, samples, seed, Room(model, batch_tokens, segment_tokens))
+        training = bool(getattr(model, "training", False))
+        model.eval()
+        journal.start()
+        try:
+            done = _run(jobs, journal, ranks, progress)
+        finally:
+            journal.close()
+            model.train(training)
+        entries = [entry for job in jobs for entry in _entries(job, done[job.key])]
+        result = _result(entries, about, settings, str(model.device)) | definitions(chosen, settings["options"])
+        journal.finish(result)
+        return result
 
 
 def _run(jobs: Sequence[_Job], journal: Journal, ranks: Ranks, progress: bool) -> Done:

@@ -7,7 +7,6 @@ line that says what the run is, then a line for each example. It is deleted when
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from longrecall.evaluation.parallel import Ranks
 from longrecall.evaluation.results import SCHEMA, read_result
 from longrecall.files import ELSEWHERE, check_writable, write_json
 from longrecall.json_lines import JsonLines, read_json_lines
+from longrecall.outputs import unfinished_work
 
 Timed = tuple[dict[str, Any], float]
 """The record of an example and the seconds it took."""
@@ -75,7 +75,7 @@ class Journal:
             self._look_back(self._out)
 
     def _look_back(self, out: Path) -> None:
-        journals = self._journals(out)
+        journals = unfinished_work(out)
         for path in journals:
             head, done, _ = _read(path, self._kind)
             if head is not None:
@@ -97,7 +97,7 @@ class Journal:
         if different:
             raise UserError(
                 f"cannot resume {path}: it was made with other settings ({', '.join(different)}); "
-                "repeat the same call, or leave out --resume to start over"
+                "repeat the same call, or start over with --force"
             )
 
     def start(self) -> None:
@@ -106,8 +106,7 @@ class Journal:
             return
         self._ranks.wait()  # all have read what there is
         if self._ranks.first and not self._resume:
-            for path in self._journals(self._out):
-                path.unlink()
+            unfinished_work(self._out, remove=True)
         self._ranks.wait()
         whole = _read(self._path, self._kind)[2] if self._path.exists() else 0
         self._lines.open(whole)
@@ -153,16 +152,10 @@ class Journal:
             return
         if self._ranks.first:
             write_json(self._out, result)
-            for path in self._journals(self._out):
-                path.unlink(missing_ok=True)
+            unfinished_work(self._out, remove=True)
         self._ranks.wait()
         # Of a process on another machine, whose disk the first one does not see.
         self._path.unlink(missing_ok=True)
-
-    @staticmethod
-    def _journals(out: Path) -> list[Path]:
-        name = re.compile(re.escape(out.name) + r"\.partial(\.[0-9]+)?")
-        return sorted(path for path in out.parent.iterdir() if name.fullmatch(path.name))
 
 
 def _read(path: Path, kind: Kind) -> tuple[dict[str, Any] | None, Done, int]:

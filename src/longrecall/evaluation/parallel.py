@@ -7,12 +7,14 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from longrecall.errors import UserError
+from longrecall.outputs import claim_file
 
 # Shares of one work can differ by hours; a process that has died is torchrun's to notice.
 _PATIENCE = timedelta(days=7)
@@ -48,6 +50,24 @@ class Ranks:
         parts: list[Any] = [None] * self.count
         dist.all_gather_object(parts, data)
         return parts
+
+    @contextlib.contextmanager
+    def claim(self, out: str | Path | None, *, force: bool, resume: bool) -> Iterator[None]:
+        """Claim `out` (`outputs.claim_file`) for all processes inside the block: the first one holds it.
+
+        All must call it, and all are refused together: none is left to wait for one that has ended.
+        """
+        with contextlib.ExitStack() as held:
+            refusal = None
+            if self.first:
+                try:
+                    held.enter_context(claim_file(out, force=force, resume=resume))
+                except UserError as error:
+                    refusal = str(error)
+            refusal = self.gather(refusal)[0]
+            if refusal is not None:
+                raise UserError(refusal)
+            yield
 
     def wait(self) -> None:
         """Wait until all processes are here."""

@@ -13,10 +13,11 @@ import torch
 from longrecall.errors import UserError
 from longrecall.evaluation.engine import create_tasks, describe_model, evaluate
 from longrecall.evaluation.results import read_result, summarise, summary_intervals
-from longrecall.files import check_writable, write_json
+from longrecall.files import write_json
 from longrecall.models.checkpoint import open_checkpoint
 from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.loading import load, preferred_device
+from longrecall.outputs import claim_file, unfinished_work
 from longrecall.tasks.encoding import PieceEncoder
 from longrecall.tasks.registry import RecallTask, Task
 from longrecall.units import parse_length
@@ -26,6 +27,9 @@ THRESHOLDS = (0.5, 0.6, 0.7, 0.8)
 
 STEP = 512
 """Tokens from one length to the next, as in the paper."""
+
+_PARTS = r"\.[0-9]+(\.partial)?"
+"""What follows the name of the result file in those of its parts, finished and not."""
 
 
 def maximum_lengths(
@@ -68,6 +72,7 @@ def search_recall_length(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    force: bool = False,
     checkpoint: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
@@ -91,6 +96,7 @@ def search_recall_length(
         options: as in `evaluate`.
         out: result file. Until the search ends, each finished length is kept in ``<out>.<length>``.
         resume: skip the lengths that an earlier search with the same settings finished.
+        force: start over and replace what is there.
         checkpoint: recorded as "checkpoint"; made from the model when None.
         settings: further arguments of `evaluate`.
 
@@ -121,30 +127,40 @@ def search_recall_length(
         "samples": samples,
         "seed": seed,
     }
-    earlier = _earlier(out, asked, about) if resume else None
-    if earlier is not None:
-        _drop_parts(out, lengths)  # a kill may have come before they were
-        return earlier
-    if out is not None:
-        check_writable(out)
     parts: list[dict[str, Any]] = []
     points: list[dict[str, Any]] = []
-    for length in lengths:
-        kept = None if out is None else _part(out, length)
-        again = resume and kept is not None
-        part = evaluate(
-            model, tokenizer, [chosen], [length], samples, seed, out=kept, resume=again, checkpoint=about, **settings
-        )
-        parts.append(part)
-        low, high = part["summary_intervals"].get(f"{chosen.name}.accuracy", (None, None))
-        points.append({"length": length, "value": _accuracy(part["results"]), "low": low, "high": high})
-        if points[-1]["value"] is None or points[-1]["value"] <= levels[0]:
-            break
-    result = _joined(parts, points, asked, levels, lengths[-1])
-    if out is not None:
-        write_json(Path(out), result)
-        _drop_parts(out, lengths)
-    return result
+    with claim_file(out, force=force, resume=resume, unfinished=_PARTS):
+        earlier = _earlier(out, asked, about) if resume else None
+        if earlier is not None:
+            _drop_parts(out)  # a kill may have come before they were
+            return earlier
+        if force:
+            _drop_parts(out)
+        for length in lengths:
+            kept = None if out is None else _part(out, length)
+            again = resume and kept is not None
+            part = evaluate(
+                model,
+                tokenizer,
+                [chosen],
+                [length],
+                samples,
+                seed,
+                out=kept,
+                resume=again,
+                checkpoint=about,
+                **settings,
+            )
+            parts.append(part)
+            low, high = part["summary_intervals"].get(f"{chosen.name}.accuracy", (None, None))
+            points.append({"length": length, "value": _accuracy(part["results"]), "low": low, "high": high})
+            if points[-1]["value"] is None or points[-1]["value"] <= levels[0]:
+                break
+        result = _joined(parts, points, asked, levels, lengths[-1])
+        if out is not None:
+            write_json(Path(out), result)
+            _drop_parts(out)
+        return result
 
 
 def search_checkpoint(
@@ -159,6 +175,8 @@ def search_checkpoint(
     text: str | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     out: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Load the checkpoint at `path` (a folder or a hub id) and `search_recall_length`, which explains the rest.
@@ -167,13 +185,13 @@ def search_checkpoint(
     the model is checked before it is loaded.
     """
     (chosen,) = create_tasks([task], text, options)
-    if out is not None:
-        check_writable(out)
-    opened = open_checkpoint(path)
-    tokenizer = load_tokenizer(opened.path, opened.config.vocab_size)
-    model = load(path, dtype=dtype, device=preferred_device(device))
-    about = describe_model(model, str(path), opened.surgery)
-    return search_recall_length(model, tokenizer, chosen, longest, samples, seed, out=out, checkpoint=about, **settings)
+    with claim_file(out, force=force, resume=resume, unfinished=_PARTS):
+        opened = open_checkpoint(path)
+        tokenizer = load_tokenizer(opened.path, opened.config.vocab_size)
+        model = load(path, dtype=dtype, device=preferred_device(device))
+        about = describe_model(model, str(path), opened.surgery)
+        settings |= {"out": out, "resume": resume, "force": force, "checkpoint": about}
+        return search_recall_length(model, tokenizer, chosen, longest, samples, seed, **settings)
 
 
 def _lengths(task: Any, encode: PieceEncoder, longest: int, step: int) -> list[int]:
@@ -230,11 +248,10 @@ def _part(out: str | Path, length: int) -> Path:
     return Path(out).with_name(f"{Path(out).name}.{length}")
 
 
-def _drop_parts(out: str | Path | None, lengths: Sequence[int]) -> None:
-    """Remove the files of finished lengths, which the result has all of."""
+def _drop_parts(out: str | Path | None) -> None:
+    """Remove the files of finished lengths."""
     if out is not None:
-        for length in lengths:
-            _part(out, length).unlink(missing_ok=True)
+        unfinished_work(Path(out), _PARTS, remove=True)
 
 
 def _digest(task: Any) -> str:
@@ -258,6 +275,6 @@ def _earlier(out: str | Path | None, asked: Mapping[str, Any], about: Mapping[st
     if different:
         raise UserError(
             f"cannot resume {out}: it was made with other settings ({', '.join(different)}); repeat the same call, or "
-            "leave out --resume to start over"
+            "start over with --force"
         )
     return result

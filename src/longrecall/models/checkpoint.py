@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from safetensors import SafetensorError
 
 from longrecall.errors import UserError, did_you_mean
-from longrecall.files import ELSEWHERE, check_no_input, check_replaceable, expand_home, make_readable
+from longrecall.files import ELSEWHERE, check_no_input, make_readable
 from longrecall.models.accounting import account
 from longrecall.models.formats import detect
 from longrecall.models.formats.hub import COMPANION_PATTERNS, locate
@@ -36,6 +35,7 @@ from longrecall.models.formats.weights import (
 from longrecall.models.limits import check_numbers
 from longrecall.models.sizes import PlainConfig
 from longrecall.models.surgery_records import SURGERY_FILE, read_surgery
+from longrecall.new_folder import NewFolder
 
 if TYPE_CHECKING:
     import torch
@@ -184,7 +184,8 @@ class CheckpointWriter:
             writer.add_companions(source.companion_files())
 
     Everything goes into a hidden folder beside `out`, config.json last, and is renamed at the end; an exception removes
-    it, and what a killed process leaves there has no config.json. Memory: one shard.
+    it, and what a killed process has left there is removed by the next writer of `out`. One writer at a time: a second
+    one is refused when the block begins. Memory: one shard.
 
     Args:
         out: the folder to make. A non-empty one is replaced, at the very end, only with `force`.
@@ -192,17 +193,15 @@ class CheckpointWriter:
         max_shard_bytes: a new weight file starts before this size is passed; one larger tensor gets a file of its own.
 
     Raises:
-        UserError: `out` is in the way or cannot be written, the disk is full, or tensors do not fit the config.
+        UserError: `out` is in the way, a link, inside another checkpoint, being written by another process, or cannot
+            be written; the disk is full; or tensors do not fit the config.
     """
 
     def __init__(self, out: str | Path, force: bool = False, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
         if max_shard_bytes < 1:
             raise UserError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
-        self.out = Path(os.path.realpath(expand_home(out)))
-        self.force = force
         self.max_shard_bytes = max_shard_bytes
-        self.folder = self.out.with_name(f".{self.out.name}.partial-{secrets.token_hex(4)}")
-        """Where files are until the end; callers may write companions (a tokenizer) here."""
+        self._place = NewFolder(out, force)
         self._config: RecurrentConfig | None = None
         self._expected: dict[str, tuple[int, ...]] = {}
         self._surgery: list[dict[str, Any]] = []
@@ -214,11 +213,19 @@ class CheckpointWriter:
         self._bytes = 0
 
     def __enter__(self) -> Self:
-        self._refuse_occupied()
         with _disk_errors(self.out):
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.folder.mkdir()
+            self._place.open()
         return self
+
+    @property
+    def out(self) -> Path:
+        """The folder to make."""
+        return self._place.out
+
+    @property
+    def folder(self) -> Path:
+        """Where files are until the end; callers may write companions (a tokenizer) here."""
+        return self._place.folder
 
     def set_config(self, config: RecurrentConfig) -> None:
         """Set the configuration of the model; must come before the first tensor."""
@@ -263,9 +270,9 @@ class CheckpointWriter:
             if kind is None:
                 with _disk_errors(self.out):
                     self._finish()
-                    self._replace()
+                    self._place.put()
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._place.close()
 
     def _flush(self) -> None:
         if self._shard:
@@ -314,30 +321,6 @@ class CheckpointWriter:
 
     def _write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text, encoding="utf-8")
-
-    def _refuse_occupied(self) -> None:
-        if self.out.is_dir():
-            if any(self.out.iterdir()):
-                if not self.force:
-                    raise UserError(f"{self.out} is not empty; choose another folder or use --force to replace it")
-                check_replaceable(self.out)
-        elif self.out.exists():
-            raise UserError(f"{self.out} is a file; a checkpoint is written as a folder")
-
-    def _replace(self) -> None:
-        """Put the finished folder in place; the old one goes only when the new one stands."""
-        if not self.out.exists():
-            self.folder.rename(self.out)
-            return
-        self._refuse_occupied()
-        old = self.folder.with_name(self.folder.name.replace(".partial-", ".replaced-"))
-        self.out.rename(old)
-        try:
-            self.folder.rename(self.out)
-        except OSError:
-            old.rename(self.out)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from longrecall.errors import UserError
 from longrecall.files import check_no_input, write_text
 from longrecall.installing import install_command
+from longrecall.outputs import claim_file
 from longrecall.report.blocks import Plot, Section, spoken
-from longrecall.report.inputs import read_inputs
+from longrecall.report.inputs import Inputs, read_inputs
 from longrecall.version import __version__
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def build_report(
     *,
     labels: Mapping[str, str] | None = None,
     title: str | None = None,
+    force: bool = False,
 ) -> Path:
     """Write one self-contained HTML page that compares result files; it loads nothing from anywhere.
 
@@ -39,16 +41,23 @@ def build_report(
         out: the page; it appears only when it is whole.
         labels: label -> one of `result_paths`; else the file's own "label", else its name.
         title: heading of the page; else one that fits what the files are.
+        force: replace a page that is there already.
 
     Returns:
         The path of the page.
 
     Raises:
-        UserError: a file that is missing, broken or of another schema; a place that cannot be written or is one of the
-            result files; jinja2 or matplotlib not installed.
+        UserError: a file that is missing, broken or of another schema; a place that cannot be written, is one of the
+            result files or another file that is there, or is being written by another process; jinja2 or matplotlib
+            not installed.
     """
     check_no_input(out, result_paths, _ELSEWHERE)
-    inputs = read_inputs(result_paths, labels)
+    with claim_file(out, force=force, advice=_ELSEWHERE):
+        write_text(out, _page(read_inputs(result_paths, labels), title), _ELSEWHERE)
+    return Path(out)
+
+
+def _page(inputs: Inputs, title: str | None) -> str:
     check_packages()
     from jinja2 import Environment, StrictUndefined
 
@@ -68,11 +77,8 @@ def build_report(
     template = environment.from_string(
         resources.files("longrecall.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     )
-    page = template.render(
-        title=title or title_of(inputs), sections=list(map(heard, all_sections(inputs))), version=__version__
-    )
-    write_text(out, page, _ELSEWHERE)
-    return Path(out)
+    sections = list(map(heard, all_sections(inputs)))
+    return template.render(title=title or title_of(inputs), sections=sections, version=__version__)
 
 
 def _breakable(line: str) -> Markup:

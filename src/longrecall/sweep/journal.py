@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from longrecall.errors import UserError
-from longrecall.files import check_writable, write_json
+from longrecall.files import write_json
 from longrecall.json_lines import JsonLines, read_json_lines
 
 SCHEMA = 1
@@ -32,13 +32,13 @@ def shard_path(output: str | Path, shard: tuple[int, int] | None) -> Path:
 
 
 class Journal:
-    """The rows of one process; nothing is written before `start`.
+    """The rows of one process, which has claimed the result file (`outputs`); nothing is written before `start`.
 
     `done`: key -> row of what earlier calls finished, when resuming: of this file, of its journal, and of the other
     files of the same sweep (a shard reads the whole file, the whole sweep reads its shards).
 
     Raises:
-        UserError: an unwritable place, or a file to be resumed that is damaged or no sweep's.
+        UserError: a file to be resumed that is damaged or no sweep's.
     """
 
     def __init__(self, output: str | Path, shard: tuple[int, int] | None, resume: bool) -> None:
@@ -46,7 +46,6 @@ class Journal:
         self._partial = self.path.with_name(f"{self.path.name}.partial")
         self._lines = JsonLines(self._partial, ADVICE)
         self._resume = resume
-        check_writable(self.path, ADVICE)
         self.done: dict[str, Row] = {}
         self.own: dict[str, None] = {}
         """Keys of the rows in this process's own files."""
@@ -89,7 +88,7 @@ def read_rows(path: Path) -> list[Row]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot resume {path}: {error}; leave out --resume to start over") from error
+        raise UserError(f"cannot resume {path}: {error}; start over with --force") from error
     if not isinstance(data, dict) or data.get("kind") != KIND or data.get("schema") != SCHEMA:
         raise UserError(f"cannot resume {path}: it is no result file of sweep; {ADVICE}")
     return _checked(data.get("rows"), path)
@@ -112,10 +111,10 @@ def _read_journal(path: Path) -> tuple[list[Row], int]:
 
 def _checked(rows: Any, path: Path) -> list[Row]:
     if not isinstance(rows, list):
-        raise UserError(f'cannot resume {path}: it has no list of "rows"; leave out --resume to start over')
+        raise UserError(f'cannot resume {path}: it has no list of "rows"; start over with --force')
     for row in rows:
         if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("key", "status")):
-            raise UserError(f"cannot resume {path}: a row has no key or no status; leave out --resume to start over")
+            raise UserError(f"cannot resume {path}: a row has no key or no status; start over with --force")
     return rows
 
 

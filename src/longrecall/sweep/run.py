@@ -12,8 +12,9 @@ from tqdm import tqdm
 
 from longrecall.errors import UserError
 from longrecall.evaluation.results import environment, now
+from longrecall.outputs import claim_file
 from longrecall.sweep.grid import RunSpec, runs_of, shard
-from longrecall.sweep.journal import KIND, SCHEMA, Journal
+from longrecall.sweep.journal import ADVICE, KIND, SCHEMA, Journal, shard_path
 from longrecall.sweep.recipe import SweepRecipe
 from longrecall.sweep.scheduler import choose_device, train_all
 from longrecall.sweep.summary import best_rows, summary_lines
@@ -67,6 +68,7 @@ def run_sweep(
     *,
     resume: bool = False,
     retry: bool = False,
+    force: bool = False,
     shard_of: tuple[int, int] | None = None,
     show_progress: bool = True,
 ) -> SweepSummary:
@@ -76,11 +78,13 @@ def run_sweep(
         recipe: the sweep.
         resume: keep the rows that earlier calls wrote.
         retry: when resuming, train again what failed.
+        force: start over and replace what is there.
         shard_of: (i, n): only every n-th run, beginning with the i-th, into a file of its own.
         show_progress: a bar on stderr where that is a terminal.
 
     Raises:
-        UserError: a recipe that cannot be, a file in the way, a device that is not there.
+        UserError: a recipe that cannot be, a file in the way, another process that writes it, a device that is not
+            there.
     """
     # At once: what is wrong with the recipe or the machine shows before anything runs.
     runs = runs_of(recipe)
@@ -88,17 +92,25 @@ def run_sweep(
     if not wanted:
         raise UserError(f"the recipe has {len(runs)} runs: shard {shard_of} of them is empty; use fewer shards")
     device = choose_device(recipe.run.device)
-    journal = Journal(recipe.run.output, shard_of, resume)
+    path = shard_path(recipe.run.output, shard_of)
+    with claim_file(path, force=force, resume=resume, advice=ADVICE):
+        journal = Journal(recipe.run.output, shard_of, resume)
+        rows = _earlier(journal, wanted, retry)
+        left = [spec for spec in wanted if spec.key not in rows]
+        _train(recipe, left, rows, device, journal, wanted, show_progress)
+    ordered = [rows[spec.key] for spec in wanted if spec.key in rows]
+    return SweepSummary(journal.path, len(wanted), ordered, recipe.training.metric)
+
+
+def _earlier(journal: Journal, wanted: list[RunSpec], retry: bool) -> dict[str, Row]:
+    """Return key -> row of what need not be trained; refuse a journal with rows of another recipe."""
     keys = {spec.key for spec in wanted}
     if strange := journal.own.keys() - keys:
         raise UserError(
             f"cannot resume {journal.path}: it holds {len(strange)} rows of runs that are not in this recipe; "
-            "choose another run.output, or leave out --resume to start over"
+            "choose another run.output, or start over with --force"
         )
-    rows = {key: row for key, row in journal.done.items() if key in keys and not (retry and row["status"] == "failed")}
-    _train(recipe, [spec for spec in wanted if spec.key not in rows], rows, device, journal, wanted, show_progress)
-    ordered = [rows[spec.key] for spec in wanted if spec.key in rows]
-    return SweepSummary(journal.path, len(wanted), ordered, recipe.training.metric)
+    return {key: row for key, row in journal.done.items() if key in keys and not (retry and row["status"] == "failed")}
 
 
 def _train(

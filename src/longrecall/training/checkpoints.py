@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,8 @@ STEPS_FOLDER = "steps"
 STATE_FILE = "training_state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 _NAME = re.compile(r"step-(\d{8})")
+_PARTIAL = re.compile(r"\.+step-\d{8}\.partial.*")
+"""Folders of a checkpoint that is being written: of `write_step`, and of the writer of its weights."""
 
 FREE_TO_CHANGE = (
     "run.output", "run.save_every", "run.keep", "run.log_every", "run.threads", "run.report_to", "model.checkpoint",
@@ -135,10 +137,18 @@ def find_saved_runs(output: Path) -> list[SavedRun]:
 
 def _complete(folder: Path) -> dict[str, Any] | None:
     try:
+        return _state(folder)
+    except OSError:
+        return None
+
+
+def _state(folder: Path) -> dict[str, Any] | None:
+    """Return the state of a complete checkpoint, None for a damaged one; OSError when the disk does not say."""
+    try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         sizes = state["files"]
         whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return state if whole and isinstance(state, dict) else None
 
@@ -205,9 +215,28 @@ def write_step(
 
 
 def drop_old(output: Path, keep: int) -> None:
-    """Remove all complete resumable checkpoints but the newest `keep`."""
-    for saved in find_saved_runs(output)[:-keep]:
-        shutil.rmtree(saved.folder, ignore_errors=True)
+    """Leave the newest `keep` complete checkpoints; remove the others, damaged older ones, and half-written ones.
+
+    Only for the one writer of the run, while no checkpoint is being written.
+    """
+    clear_partial(output)
+    kept = 0
+    for folder in sorted((output / STEPS_FOLDER).iterdir(), reverse=True):
+        if not _NAME.fullmatch(folder.name):
+            continue
+        with suppress(OSError):  # one that cannot be read just now is no damaged one
+            complete = _state(folder) is not None
+            if kept == keep or (kept and not complete):
+                shutil.rmtree(folder, ignore_errors=True)
+            kept += complete and kept < keep
+
+
+def clear_partial(output: Path) -> None:
+    """Remove the half-written checkpoints that a kill has left; only for the one writer of the run."""
+    folder = output / STEPS_FOLDER
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _PARTIAL.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,23 @@ import torch
 from transformers import TrainerCallback, TrainingArguments
 
 from longrecall.errors import UserError
-from longrecall.files import expand_home
+from longrecall.files import cannot_write, expand_home, remove_temporary
 from longrecall.installing import install_command
 from longrecall.models.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint
 from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.compiling import compiled_layers
 from longrecall.models.loading import materialise, parse_dtype
+from longrecall.new_folder import clear_remains
+from longrecall.outputs import claim_folder
 from longrecall.surgery.handover import finish_checkpoint, handover_layers
-from longrecall.training.checkpoints import STEPS_FOLDER, SavedRun, disk_errors, find_saved_runs, write_model
+from longrecall.training.checkpoints import (
+    STEPS_FOLDER,
+    SavedRun,
+    clear_partial,
+    disk_errors,
+    find_saved_runs,
+    write_model,
+)
 from longrecall.training.data import BatchStream
 from longrecall.training.initial_states import Learned, make_initial_state
 from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch, write_result
@@ -34,6 +43,11 @@ from longrecall.training.trainer import Job, RecurrentTrainer, RunCallback
 FINAL_FOLDER = "final"
 LEARNED_STATE_FILE = "initial_state.safetensors"
 """Beside `FINAL_FOLDER`: a learned initial state, for ``generate --load-state``."""
+TENSORBOARD_FOLDER = "tensorboard"
+_MARKS = (STEPS_FOLDER, FINAL_FOLDER, LOG_FILE, RESULT_FILE)
+"""A folder with any of these holds a run."""
+_OF_A_RUN = (*_MARKS, LEARNED_STATE_FILE, TENSORBOARD_FOLDER)
+_ELSEWHERE = "choose another run.output"
 
 
 @dataclass(frozen=True)
@@ -51,9 +65,17 @@ class _Place:
         if self.world > 1:
             torch.distributed.barrier()
 
+    def refuse_together(self, refusal: str | None) -> None:
+        """Raise the first process's refusal in every process: none is left to wait for one that has ended."""
+        lines = [refusal]
+        if self.world > 1:
+            torch.distributed.broadcast_object_list(lines, src=0)
+        if lines[0] is not None:
+            raise UserError(lines[0])
+
 
 def run_recipe(
-    recipe: Recipe, resume: bool = False, dry_run: bool = False, show_progress: bool = True
+    recipe: Recipe, resume: bool = False, dry_run: bool = False, show_progress: bool = True, force: bool = False
 ) -> TrainingSummary:
     """Train as the recipe says; under torchrun every process calls this.
 
@@ -62,13 +84,15 @@ def run_recipe(
         resume: continue the newest complete checkpoint in the output folder, exactly; without one, begin.
         dry_run: check everything, draw the first batch, read no weights and write nothing.
         show_progress: a bar on stderr.
+        force: begin anew; the run that the output folder holds is removed once everything has been checked.
 
     Returns:
         What was done. The trained checkpoint is ``<output>/final``, without handover layers.
 
     Raises:
-        UserError: bad data, checkpoint or output; a loss that is NaN or infinite; no space left while saving (earlier
-            checkpoints stay); a resume with another recipe or another number of processes.
+        UserError: bad data, checkpoint or output; an output that another process writes; a loss that is NaN or
+            infinite; no space left while saving (earlier checkpoints stay); a resume with another recipe or another
+            number of processes.
     """
     with _threads(recipe.run.threads):
         source = open_checkpoint(recipe.model.checkpoint)
@@ -80,20 +104,21 @@ def run_recipe(
             return plan(recipe, source, 1, stream, output / FINAL_FOLDER, dry_run=True)
         arguments = _arguments(recipe, output)
         place = _Place(arguments.process_index, arguments.world_size)
-        saved = _prepare_output(output, resume, place)
-        if saved is not None:
-            saved.check(recipe.to_dict(), place.world)
-        stream = BatchStream(
-            recipe.data, tokenizer, recipe.run.batch_size, place.rank, place.world, continued=recipe.continues
-        )
-        summary = plan(recipe, source, place.world, stream, output / FINAL_FOLDER, dry_run=False)
-        job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress)
-        clock = Stopwatch()
-        if saved is None or saved.step < job.steps:
-            _train(job, arguments)
-        else:
-            job.restore_initial(saved.process(place.rank))
-        return _finish(job, summary, clock.seconds())
+        with _claimed(output, resume, force, source.path, place):
+            saved = next(reversed(find_saved_runs(output)), None) if resume else None
+            if saved is not None:
+                saved.check(recipe.to_dict(), place.world)
+            stream = BatchStream(
+                recipe.data, tokenizer, recipe.run.batch_size, place.rank, place.world, continued=recipe.continues
+            )
+            summary = plan(recipe, source, place.world, stream, output / FINAL_FOLDER, dry_run=False)
+            job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
+            clock = Stopwatch()
+            if saved is None or saved.step < job.steps:
+                _train(job, arguments)
+            else:
+                job.restore_initial(saved.process(place.rank))
+            return _finish(job, summary, clock.seconds())
 
 
 def _tokenizer(source: Checkpoint) -> Any:
@@ -160,25 +185,51 @@ def _check_apart(output: Path, source: Path) -> None:
         raise UserError(f"run.output {output} {where} the checkpoint that is trained; name another folder")
 
 
-def _prepare_output(output: Path, resume: bool, place: _Place) -> SavedRun | None:
-    """Return where to continue; make the folder, refuse one that cannot be written or holds another run."""
-    saved = find_saved_runs(output) if resume else []
-    if place.first:
-        ours = [name for name in (STEPS_FOLDER, FINAL_FOLDER, LOG_FILE, RESULT_FILE) if (output / name).exists()]
-        if ours and not resume:
-            raise UserError(f"{output} holds a run already ({ours[0]}); continue it with --resume or set run.output")
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-            probe = output / ".write-test"
-            probe.write_bytes(b"0")
-            probe.unlink()
-            steps = output / STEPS_FOLDER
-            for leftover in steps.glob(".step-*.partial*") if steps.is_dir() else []:
-                shutil.rmtree(leftover, ignore_errors=True)
-        except OSError as error:
-            raise UserError(f"run.output {output} cannot be written: {error.strerror or error}") from None
-    place.wait()
-    return saved[-1] if saved else None
+@contextmanager
+def _claimed(output: Path, resume: bool, force: bool, source: Path, place: _Place) -> Iterator[None]:
+    """Be the only run that writes into `output` inside the block; the first process holds it for all."""
+    with ExitStack() as held:
+        refusal = None
+        if place.first:
+            try:
+                held.enter_context(claim_folder(output, _ELSEWHERE))
+                _prepare_output(output, resume, force, source)
+            except UserError as error:
+                refusal = str(error)
+        place.refuse_together(refusal)
+        yield
+
+
+def _prepare_output(output: Path, resume: bool, force: bool, source: Path) -> None:
+    """Refuse a folder that holds another run; clear what killed runs have left half-written."""
+    if force and resume:
+        raise UserError("--force starts over and --resume goes on: give one of them")
+    ours = [name for name in _MARKS if (output / name).exists()]
+    if ours and not (resume or force):
+        raise UserError(
+            f"{output} holds a run already ({ours[0]}); continue it with --resume, start over with --force, "
+            f"or {_ELSEWHERE}"
+        )
+    place, folder = output.resolve(), source.resolve()
+    if ours and force and any(place / name in (folder, *folder.parents) for name in ours):
+        raise UserError(f"run.output {output} holds the checkpoint that is trained, which --force would remove")
+    try:
+        clear_partial(output)
+        clear_remains(output / FINAL_FOLDER)
+        for name in _OF_A_RUN:
+            remove_temporary(output / name)
+    except OSError as error:
+        raise cannot_write(output, error, _ELSEWHERE) from error
+
+
+def _remove_run(output: Path) -> None:
+    """Remove the run that `output` holds, if it holds one; other files stay."""
+    for name in _OF_A_RUN if any((output / mark).exists() for mark in _MARKS) else ():
+        path = output / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _job(
@@ -191,6 +242,7 @@ def _job(
     place: _Place,
     saved: SavedRun | None,
     show_progress: bool,
+    force: bool,
 ) -> Job:
     weights = open_checkpoint(saved.folder) if saved is not None else source
     model = materialise(weights, parse_dtype(recipe.model.dtype), arguments.device)
@@ -201,6 +253,9 @@ def _job(
         enable()
     initial = make_initial_state(recipe.initial_state, model, recipe.run.seed, place.rank)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = recipe_groups(recipe, source, names)
+    if force and place.first:
+        _remove_run(output)  # here at last: all that can be wrong with the new run has been checked
     return Job(
         recipe=recipe,
         steps=recipe.steps(place.world),
@@ -210,7 +265,7 @@ def _job(
         tokenizer=tokenizer,
         stream=stream,
         initial=initial,
-        groups=recipe_groups(recipe, source, names),
+        groups=groups,
         log=RunLog(output / LOG_FILE, saved.step if saved is not None else 0, place.first),
         processes=place,
         saved=saved,
@@ -242,7 +297,7 @@ def _tensorboard(output: Path) -> list[TrainerCallback]:
     with warnings.catch_warnings():
         # TensorBoard's own protobuf code warns about itself.
         warnings.simplefilter("ignore")
-        return [TensorBoardCallback(SummaryWriter(log_dir=str(output / "tensorboard")))]
+        return [TensorBoardCallback(SummaryWriter(log_dir=str(output / TENSORBOARD_FOLDER)))]
 
 
 def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSummary:

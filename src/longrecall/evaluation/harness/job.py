@@ -72,7 +72,7 @@ class HarnessJob:
             if records[index]["request"] != _digest(unit):
                 raise UserError(
                     f"{self._task.name}: its questions have changed since the answers in the journal were made; "
-                    "leave out --resume to start over"
+                    "start over with --force"
                 )
             for request, kept in zip(unit, records[index]["answers"], strict=True):
                 # JSON has no tuples.
