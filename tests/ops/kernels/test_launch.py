@@ -146,12 +146,13 @@ def test_a_triton_of_other_internals_launches_by_itself(
 
 
 def test_a_triton_without_what_launches_need_makes_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launch.why_not_remembered() is None or launch.interpreting()
     monkeypatch.setattr(launch, "interpreting", lambda: False)
-    plain = object()
-    monkeypatch.setattr(launch.triton, "jit", lambda function, **options: plain)
-    assert "has no run, arg_names, signature" in str(launch.why_not_remembered())
-    assert launch.kernel(scaled) is plain
+    made = launch.kernel(scaled)
+    assert isinstance(made, launch.Kernel) and launch.why_not_remembered(made) is None
+    monkeypatch.setattr(triton.knobs, "runtime", object())
+    assert "has no launch_enter_hook, launch_exit_hook" in str(launch.why_not_remembered(made))
+    monkeypatch.setattr(launch.triton, "jit", lambda function, **options: function)
+    assert launch.kernel(scaled) is scaled
 
 
 def early_scaled(x, out, size, factor, BLOCK: tl.constexpr, EARLY: tl.constexpr = 0):  # type: ignore[no-untyped-def]

@@ -130,24 +130,20 @@ def kernel(function: Any) -> Any:
     """triton.jit without compiling anew for other values of the sizes in `VARYING`, and with cheaper launches."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     options = {"do_not_specialize": [name for name in VARYING if name in names]}
-    plain = interpreting() or why_not_remembered() is not None
-    return triton.jit(function, **options) if plain else Kernel(function, **options)
+    if interpreting():
+        return triton.jit(function, **options)
+    made = Kernel(function, **options)
+    return made if why_not_remembered(made) is None else triton.jit(function, **options)
 
 
-def why_not_remembered() -> str | None:
-    """Why launches are left to Triton's own way, in words; None = `Kernel` knows the Triton installed.
+def why_not_remembered(made: Kernel) -> str | None:
+    """Why the launches of a kernel are left to Triton's own way, in words; None = `Kernel` knows the Triton installed.
 
-    Its classes are no public interface and may change with any release. What is used of them is looked for, not a
-    version: where it is missing kernels are launched by Triton, more slowly.
+    What `Kernel` builds on is no public interface and may change with any release of Triton. So what is used is looked
+    for, not a version; where something is missing Triton launches its kernels itself, more slowly.
     """
-
-    def probe() -> None: ...
-
-    made = triton.jit(probe)
     missing = [name for name in ("run", "arg_names", "signature") if not hasattr(made, name)]
     missing += [name for name in ("launch_enter_hook", "launch_exit_hook") if not hasattr(triton.knobs.runtime, name)]
-    if not interpreting() and not isinstance(made, triton.JITFunction):
-        missing.append("JITFunction")
     return f"Triton {triton.__version__} has no {', '.join(missing)}" if missing else None
 
 
@@ -156,8 +152,13 @@ def can_start(compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...]) -> bo
     if any(not hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
         return False
     try:
-        inspect.signature(compiled.run).bind(*(*grid, 1, 1)[:3], 0, None, None, None, None, None, *args)
+        taken = inspect.signature(compiled.run)
     except (TypeError, ValueError):
+        # Written in C: it does not say what it takes.
+        return callable(compiled.run)
+    try:
+        taken.bind(*(*grid, 1, 1)[:3], 0, None, None, None, None, None, *args)
+    except TypeError:
         return False
     return True
 
@@ -174,7 +175,7 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
         super().__init__(function, **options)
         self.places: dict[tuple[type, ...], tuple[Any, Any]] = {}
         self.remembered: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
-        self.early = dependent_launch.CONSTANT in self.arg_names
+        self.early = dependent_launch.CONSTANT in getattr(self, "arg_names", ())
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return functools.partial(self.launch, grid)
