@@ -90,4 +90,6 @@ def test_the_whole_job(home: Path) -> None:
     evaluated = ["eval", "runs/demo/checkpoint", "--tasks", "phonebook", "--lengths", "64", "--samples", "2"]
     run(home, *evaluated, "--pairs", "1", "--out", "more.json")
     run(home, "report", *files, "more.json", "-o", "page.html")
+    assert "dry run" in run(home, "sweep", "recipes/sweeps/mqar_smoke.yaml", "--dry-run")
+    assert json.loads(run(home, "info", "recipes/configs/gla_400m.json", "--json"))["parameters"] > 10**8
     assert (home / "work" / "page.html").stat().st_size > 10_000

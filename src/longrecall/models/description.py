@@ -12,6 +12,7 @@ from longrecall.models.formats.sources import Layout
 from longrecall.models.formats.weights import read_json
 from longrecall.models.limits import LAYERS
 from longrecall.models.sizes import PlainConfig
+from longrecall.shipped import find_recipe, shipped_recipes
 
 if TYPE_CHECKING:
     from longrecall.models.config import RecurrentConfig
@@ -43,9 +44,10 @@ def read_sizes(path: str | Path) -> PlainConfig:
 
 
 def _read(path: str | Path) -> Layout:
-    path = expand_home(path)
+    path = find_recipe(expand_home(path))
     if not path.is_file():
-        raise UserError(f"there is no file {path}; a model description is a .json file, see recipes/configs/")
+        hint = did_you_mean(path.as_posix(), shipped_recipes(".json"))
+        raise UserError(f"there is no file {path}; a model description is a .json file, see recipes/configs/.{hint}")
     raw, where = read_json(path), str(path)
     known = {*PlainConfig.names(), "model_type", *_TOKENS, *_OF_CHECKPOINTS}
     for key in raw:

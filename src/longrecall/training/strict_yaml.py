@@ -11,6 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from longrecall.errors import UserError, did_you_mean
+from longrecall.shipped import find_recipe, shipped_recipes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +116,17 @@ def _build_scalar(kind: Any, value: Any, where: str) -> Any:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; raises UserError when it is missing, not UTF-8, no YAML or no mapping."""
-    path = Path(path)
+    """Return the mapping in a YAML file, which ``recipes/...`` may name anywhere (`find_recipe`).
+
+    Raises UserError when it is missing, not UTF-8, no YAML or no mapping.
+    """
+    path = find_recipe(path)
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"there is no recipe {path}; longrecall's source has some in recipes/") from None
+        known = shipped_recipes(".yaml")
+        hint = did_you_mean(path.as_posix(), known) or f" longrecall ships with {', '.join(known)}"
+        raise UserError(f"there is no recipe {path}.{hint}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start})") from None
     except OSError as error:
