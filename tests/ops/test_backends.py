@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
-from graphlib import TopologicalSorter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,8 +32,6 @@ from longrecall.ops.norms.op import gated_rms_norm, rms_norm, silu_product
 from longrecall.ops.projections.biased import column_sums
 from longrecall.ops.projections.embedding import look_up
 from longrecall.ops.time_mixing.op import gated_group_norm, mix_with_previous
-
-SOURCE = Path(__file__).parents[2] / "src"
 
 # Before a fixture takes TRITON_INTERPRET away, by which kernels are defined: other tests launch them.
 KERNELS = (
@@ -184,25 +179,3 @@ def test_an_op_joins_by_its_declaration_alone(monkeypatch: pytest.MonkeyPatch) -
     assert op.chosen({"x": X}) == "reference"
     with pytest.raises(ValueError, match='there is an op "doubled" already'):
         declare(Op("doubled"))
-
-
-def imports_within_ops(path: Path) -> set[str]:
-    """Files of ops that a file imports anywhere, inside functions and for types alone too."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("longrecall.ops"):
-            found.add(node.module)
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names if alias.name.startswith("longrecall.ops"))
-    return found
-
-
-def test_no_circle_of_imports() -> None:
-    files = {
-        ".".join(path.relative_to(SOURCE).with_suffix("").parts): path
-        for path in (SOURCE / "longrecall" / "ops").rglob("*.py")
-        if path.stem != "__init__"
-    }
-    # Raises CycleError with the files of a circle.
-    TopologicalSorter({name: imports_within_ops(path) & files.keys() for name, path in files.items()}).prepare()
