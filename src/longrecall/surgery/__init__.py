@@ -3,7 +3,8 @@
 from longrecall.surgery.expand import expand
 from longrecall.surgery.handover import finish_checkpoint, finish_handover, handover_layers
 from longrecall.surgery.layer_selection import select_layers
-from longrecall.surgery.registry import INITS, METHODS
+from longrecall.surgery.method import INITS
+from longrecall.surgery.registry import METHODS
 from longrecall.surgery.summary import ExpansionSummary
 
 __all__ = [

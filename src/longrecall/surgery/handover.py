@@ -11,13 +11,15 @@ import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from longrecall.errors import UserError
-from longrecall.models.config import RecurrentConfig
+
+if TYPE_CHECKING:
+    from longrecall.models.config import RecurrentConfig
 
 _PROGRESS = "model.layers.{layer}.mixer.progress"
 _MIXER = "model.layers.{layer}.mixer."
@@ -79,7 +81,7 @@ def finished_config(config: RecurrentConfig) -> RecurrentConfig:
     descriptions = copy.deepcopy(config.layers)
     for layer in handover_layers(config):
         descriptions[layer]["mixer"] = descriptions[layer]["mixer"]["new"]
-    return RecurrentConfig.from_dict(config.to_dict() | {"layers": descriptions})
+    return type(config).from_dict(config.to_dict() | {"layers": descriptions})
 
 
 def finished_name(name: str, layers: Sequence[int]) -> str | None:

@@ -34,13 +34,23 @@ from torch import Tensor
 from longrecall.errors import UserError
 from longrecall.surgery.fresh import MEASURED, SIZES, USUAL, measured_bound, uniform, usual_bound
 from longrecall.surgery.handover import handover_mixer, handover_tensors
-from longrecall.surgery.registry import INITS, Method, MixerDescription, Option, Plan, Tensors, register
+from longrecall.surgery.method import INITS, Method, MixerDescription, Option, Plan, Tensors
 
 _WITH_NOISE = ("preserve", "perturb", "handover", "reinit")
 
 OPTIONS = (
     Option("state_dim", int, None, INITS, "new state_dim, channels per group (instead of factor)", least=2),
-    Option("factor", int, 4, INITS, "multiple of the old state_dim that the new one is", least=2, excludes="state_dim"),
+    Option(
+        "factor",
+        int,
+        4,
+        INITS,
+        "multiple of the old state_dim that the new one is",
+        least=2,
+        excludes="state_dim",
+        flag="--factor",
+        letter="E",
+    ),
     Option(
         "fresh",
         str,
@@ -187,14 +197,13 @@ def _statex_scalars(tensors: Tensors) -> Tensors:
     }
 
 
-METHOD = register(
-    Method(
-        name="grow_state",
-        summary="a larger state_dim: Mamba-2",
-        mixers=("mamba2",),
-        inits=INITS,
-        options=OPTIONS,
-        plan=plan,
-        transform=transform,
-    )
+METHOD = Method(
+    name="grow_state",
+    summary="a larger state_dim",
+    mixers=("mamba2",),
+    mixer_names="Mamba-2",
+    inits=INITS,
+    options=OPTIONS,
+    plan=plan,
+    transform=transform,
 )

@@ -24,7 +24,7 @@ from longrecall.surgery.expand import Operation
 
 Build = Callable[..., RecurrentLM]
 KINDS = ("gated_delta_net", "gated_delta_net_shared", "delta_net", "gla_conv", "gla")
-VECTORS = Path(__file__).parent.parent / "models" / "vectors"
+VECTORS = Path(__file__).parents[2] / "models" / "vectors"
 FOREIGN = sorted(path.name for path in VECTORS.iterdir() if "retnet" not in path.name)
 PREFIX = "model.layers.0.mixer."
 

@@ -29,7 +29,7 @@ from longrecall.layers.descriptions.retrieval import BLENDS, SELECTORS, Retrieva
 from longrecall.layers.mixers.registry import mixer_config
 from longrecall.layers.retrieval.weights import START_TEMPERATURE
 from longrecall.surgery.fresh import uniform, usual_bound
-from longrecall.surgery.registry import ANY_MIXER, Method, MixerDescription, Option, Plan, Tensors, register
+from longrecall.surgery.method import ANY_MIXER, Method, MixerDescription, Option, Plan, Tensors
 
 if TYPE_CHECKING:
     from longrecall.models.config import RecurrentConfig
@@ -39,8 +39,17 @@ SIZES = ("chunk", "top_k", "selector", "encoder_dim", "num_heads", "head_dim", "
 """Options that are fields of the layer's description too."""
 
 OPTIONS = (
-    Option("chunk", int, RetrievalConfig.chunk, SUPPORTED, "tokens of a chunk", least=1),
-    Option("top_k", int, RetrievalConfig.top_k, SUPPORTED, "number of chunks that a token reads", least=1),
+    Option("chunk", int, RetrievalConfig.chunk, SUPPORTED, "tokens of a chunk", least=1, flag="--chunk", letter="U"),
+    Option(
+        "top_k",
+        int,
+        RetrievalConfig.top_k,
+        SUPPORTED,
+        "number of chunks that a token reads",
+        least=1,
+        flag="--top-k",
+        letter="K",
+    ),
     Option(
         "selector",
         str,
@@ -48,9 +57,29 @@ OPTIONS = (
         SUPPORTED,
         "way to choose chunks: weighted trains the encoders, hard (the paper's) leaves them as they start",
         choices=SELECTORS,
+        flag="--selector",
+        letter="S",
     ),
-    Option("encoder_dim", int, RetrievalConfig.encoder_dim, SUPPORTED, "width of chunk vectors", least=1),
-    Option("num_heads", int, RetrievalConfig.num_heads, SUPPORTED, "number of attention heads", least=1),
+    Option(
+        "encoder_dim",
+        int,
+        RetrievalConfig.encoder_dim,
+        SUPPORTED,
+        "width of chunk vectors",
+        least=1,
+        flag="--encoder-dim",
+        letter="N",
+    ),
+    Option(
+        "num_heads",
+        int,
+        RetrievalConfig.num_heads,
+        SUPPORTED,
+        "number of attention heads",
+        least=1,
+        flag="--heads",
+        letter="H",
+    ),
     Option("head_dim", int, RetrievalConfig.head_dim, SUPPORTED, "width of an attention head", least=1),
     Option("kv_heads", int, RetrievalConfig.kv_heads, SUPPORTED, "number of key-value heads", least=1),
     Option(
@@ -146,19 +175,17 @@ def _trained(options: Mapping[str, Any]) -> list[str]:
     return names + (["blend.weight"] if options["blend"] == "input" else [])
 
 
-METHOD = register(
-    Method(
-        name="add_retrieval",
-        summary="retrieval beside the mixer: any mixer",
-        mixers=ANY_MIXER,
-        inits=SUPPORTED,
-        options=OPTIONS,
-        plan=plan,
-        transform=transform,
-        senseless=(
-            ("handover", "the blend moves from the old mixer to the new layer by itself, beginning at preserve"),
-            ("inherit", "the old layer has no retrieval whose weights could be taken over"),
-        ),
-        check_model=check_model,
-    )
+METHOD = Method(
+    name="add_retrieval",
+    summary="retrieval beside the mixer",
+    mixers=ANY_MIXER,
+    inits=SUPPORTED,
+    options=OPTIONS,
+    plan=plan,
+    transform=transform,
+    senseless=(
+        ("handover", "the blend moves from the old mixer to the new layer by itself, beginning at preserve"),
+        ("inherit", "the old layer has no retrieval whose weights could be taken over"),
+    ),
+    check_model=check_model,
 )

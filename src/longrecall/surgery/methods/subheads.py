@@ -29,14 +29,24 @@ from longrecall.errors import UserError
 from longrecall.layers.descriptions.expansion import MOST, ExpansionConfig
 from longrecall.surgery.fresh import MEASURED, SIZES, USUAL, measured_bound, uniform, usual_bound
 from longrecall.surgery.handover import handover_mixer, handover_tensors
-from longrecall.surgery.registry import Method, MixerDescription, Option, Plan, Tensors, register
+from longrecall.surgery.method import Method, MixerDescription, Option, Plan, Tensors
 
 SUPPORTED = ("preserve", "perturb", "handover", "reinit")
 GATES = ("a_proj.weight", "b_proj.weight", "A_log", "dt_bias", "gk_proj.1.weight", "gk_proj.1.bias")
 """Tensors with rows for every state head (or its channels): decay and beta."""
 
 OPTIONS = (
-    Option("factor", int, 4, SUPPORTED, "number of subheads that every head becomes", least=2, most=MOST),
+    Option(
+        "factor",
+        int,
+        4,
+        SUPPORTED,
+        "number of subheads that every head becomes",
+        least=2,
+        most=MOST,
+        flag="--factor",
+        letter="E",
+    ),
     Option(
         "fresh",
         str,
@@ -184,15 +194,14 @@ def _gates(mixer: MixerDescription) -> tuple[str, ...]:
     return having[str(mixer["type"])]
 
 
-METHOD = register(
-    Method(
-        name="subheads",
-        summary="more subheads per head: Gated DeltaNet, DeltaNet, GLA",
-        mixers=("gated_delta_net", "delta_net", "gla"),
-        inits=SUPPORTED,
-        options=OPTIONS,
-        plan=plan,
-        transform=transform,
-        senseless=(("inherit", "subheads that copy their head are twins, which get equal gradients and never part"),),
-    )
+METHOD = Method(
+    name="subheads",
+    summary="more subheads per head",
+    mixers=("gated_delta_net", "delta_net", "gla"),
+    mixer_names="Gated DeltaNet, DeltaNet, GLA",
+    inits=SUPPORTED,
+    options=OPTIONS,
+    plan=plan,
+    transform=transform,
+    senseless=(("inherit", "subheads that copy their head are twins, which get equal gradients and never part"),),
 )

@@ -27,7 +27,7 @@ from torch import Tensor
 from longrecall.errors import UserError
 from longrecall.surgery.fresh import MEASURED, SIZES, USUAL, measured_bound, uniform, usual_bound, xavier_bound
 from longrecall.surgery.handover import handover_mixer, handover_tensors
-from longrecall.surgery.registry import INITS, Method, MixerDescription, Option, Plan, Tensors, register
+from longrecall.surgery.method import INITS, Method, MixerDescription, Option, Plan, Tensors
 
 XAVIER_GAIN = 2.0**-2.5
 """The gain at which GLA's authors, and StateX's code, initialise the projections of a block."""
@@ -135,14 +135,13 @@ def _block_names(mixer: MixerDescription) -> list[str]:
     return names
 
 
-METHOD = register(
-    Method(
-        name="merge_heads",
-        summary="all heads share one state: GLA, RetNet",
-        mixers=("gla", "retnet"),
-        inits=INITS,
-        options=OPTIONS,
-        plan=plan,
-        transform=transform,
-    )
+METHOD = Method(
+    name="merge_heads",
+    summary="all heads share one state",
+    mixers=("gla", "retnet"),
+    mixer_names="GLA, RetNet",
+    inits=INITS,
+    options=OPTIONS,
+    plan=plan,
+    transform=transform,
 )

@@ -1,0 +1,1 @@
+"""The methods of surgery, one file each: what it declares, and its functions `plan` and `transform`."""
