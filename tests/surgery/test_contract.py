@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longrecall.errors import UserError
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.surgery.expand import Operation
+from longrecall.surgery.expansion import Operation
 from longrecall.surgery.method import INITS
 from longrecall.surgery.registry import METHODS
 

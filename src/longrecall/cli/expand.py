@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     short = {name.removeprefix(_PLACE): value for name, value in vars(args).items() if name.startswith(_PLACE)}
     given = [f"{option}={value}" for option, value in short.items() if value is not None]
     options = parse_options([*args.options, *given])
-    from longrecall.surgery.expand import expand_with
+    from longrecall.surgery.expansion import expand_with
 
     summary = expand_with(
         args.checkpoint,

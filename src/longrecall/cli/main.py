@@ -62,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser(verbs: Sequence[str] = VERBS, arguments: bool = True) -> argparse.ArgumentParser:
     """Return the parser of the whole command; imports every verb's module, which must be light.
 
-    `arguments`: with those of the verbs. Some verbs import more to know theirs, such as the methods of surgery.
+    `arguments`: with those of the verbs. Some verbs import more to know theirs, such as tasks and methods of surgery.
     """
     parser = _Parser(
         prog="longrecall",

@@ -13,12 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor
-
 from longrecall.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from longrecall.models.config import RecurrentConfig
 
 _PROGRESS = "model.layers.{layer}.mixer.progress"
@@ -42,6 +41,8 @@ def handover_mixer(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
 
 def handover_tensors(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a handover layer's tensors (relative names) at progress 0; `mixer_norm` stays the old one's."""
+    import torch
+
     result = {name: tensor for name, tensor in old.items() if not name.startswith("mixer.")}
     for path, tensors in (("old", old), ("new", new)):
         for name, tensor in tensors.items():

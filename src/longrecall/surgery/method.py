@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from longrecall.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from longrecall.models.config import RecurrentConfig
 
 INITS = ("preserve", "perturb", "handover", "reinit", "inherit")
@@ -29,7 +29,7 @@ ANY_MIXER = ("any mixer",)
 MixerDescription = Mapping[str, Any]
 """A mixer as a RecurrentConfig holds it, every default written out: `{"type": "mamba2", "state_dim": 4, ...}`."""
 
-Tensors = dict[str, Tensor]
+Tensors = dict[str, "Tensor"]
 """Tensors of one layer, by their name relative to the layer."""
 
 
@@ -92,7 +92,7 @@ class Plan:
 
 
 PlanFunction = Callable[[MixerDescription, str, Mapping[str, Any]], Plan]
-TransformFunction = Callable[[MixerDescription, Tensors, str, Mapping[str, Any], torch.Generator], Tensors]
+TransformFunction = Callable[[MixerDescription, Tensors, str, Mapping[str, Any], "torch.Generator"], Tensors]
 ModelCheck = Callable[["RecurrentConfig", Mapping[str, Any]], None]
 
 

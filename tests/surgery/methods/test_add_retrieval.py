@@ -22,7 +22,7 @@ from longrecall.models.config import RecurrentConfig
 from longrecall.models.loading import load
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.surgery import expand
-from longrecall.surgery.expand import Operation
+from longrecall.surgery.expansion import Operation
 from tests.conftest import MIXERS
 from tests.surgery.conftest import SMALL, operate_on
 

@@ -20,7 +20,7 @@ from longrecall.models.config import RecurrentConfig
 from longrecall.models.loading import load
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.surgery import expand, finish_checkpoint
-from longrecall.surgery.expand import Operation
+from longrecall.surgery.expansion import Operation
 
 Build = Callable[..., RecurrentLM]
 KINDS = ("gated_delta_net", "gated_delta_net_shared", "delta_net", "gla_conv", "gla")

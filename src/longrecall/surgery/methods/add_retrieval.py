@@ -21,17 +21,16 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
 from longrecall.errors import UserError
 from longrecall.layers.descriptions.retrieval import BLENDS, SELECTORS, RetrievalConfig
 from longrecall.layers.mixers.registry import mixer_config
-from longrecall.layers.retrieval.weights import START_TEMPERATURE
 from longrecall.surgery.fresh import uniform, usual_bound
 from longrecall.surgery.method import ANY_MIXER, Method, MixerDescription, Option, Plan, Tensors
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from longrecall.models.config import RecurrentConfig
 
 SUPPORTED = ("preserve", "perturb", "reinit")
@@ -141,7 +140,7 @@ def transform(
         result[f"mixer.base.{name.removeprefix('mixer.')}" if inner else name] = tensor
     hidden = tensors["mixer_norm.weight"].numel()
     # Norms and time constants may be kept in float32 beside half-precision matrices, which hold most of the numbers.
-    dtype = max(tensors.values(), key=Tensor.numel).dtype
+    dtype = max(tensors.values(), key=lambda tensor: tensor.numel()).dtype
     alpha = 1.0 if init == "preserve" else float(options["alpha"])
     fresh = _fresh(hidden, alpha, options, generator)
     return result | {f"mixer.{name}": tensor.to(dtype) for name, tensor in fresh.items()}
@@ -149,9 +148,13 @@ def transform(
 
 def _fresh(hidden: int, alpha: float, options: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
     """Return every tensor of the retrieval layer beside its base, in float32."""
+    import torch
+
+    from longrecall.layers.retrieval.weights import START_TEMPERATURE
+
     scale, width = float(options["noise_scale"]), int(options["head_dim"])
     queries, keys = int(options["num_heads"]) * width, int(options["kv_heads"]) * width
-    isometry = nn.init.orthogonal_(torch.empty(int(options["encoder_dim"]), hidden), generator=generator)
+    isometry = torch.nn.init.orthogonal_(torch.empty(int(options["encoder_dim"]), hidden), generator=generator)
     shapes = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
     shapes["o_proj"] = (hidden, queries)
     result = {"chunk_encoder.weight": isometry, "query_encoder.weight": isometry.clone()}
