@@ -28,7 +28,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from longrecall.tasks.declaration import Declaration, Flag, Headline, LineChart, ReportPart, TrainedTo, TrainingSource
+from longrecall.tasks.declaration import Capacity, Declaration, Flag, Headline, LineChart, ReportPart, TrainedTo, TrainingSource
 from longrecall.tasks.encoding import IGNORE, Sample, sample_generator
 from longrecall.tasks.wording import Wording
 
@@ -69,6 +69,7 @@ class Backwards:
         ),
         length_unit="letters",
         source=BackwardsSource,
+        capacity=Capacity("length", apart="repeats"),
         report=ReportPart(
             ("accuracy",),
             ("length", "repeats"),
@@ -143,7 +144,8 @@ def test_it_is_measured_and_reported(
         {"length": length, "repeats": repeats} for length in (2, 4) for repeats in (1, 2)
     ]
     assert result["settings"]["options"]["backwards"] == {"repeats": [1, 2], "trained": 3}
-    assert "backwards.accuracy" in result["summary"]
+    # Apart for each number of repeats; the first one's has the bare name.
+    assert {"backwards.accuracy", "backwards.capacity", "backwards.capacity.repeats=2"} <= result["summary"].keys()
     assert main(["report", str(tmp_path / "result.json"), "--out", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()
     for words_of_it in (

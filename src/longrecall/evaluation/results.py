@@ -220,9 +220,9 @@ def _capacities(results: list[dict[str, Any]]) -> dict[str, dict[int, dict[str, 
         entries = [entry for entry in results if (entry["task"], entry["metric"]) == (task, "accuracy")]
         if declared is None or not entries:
             continue
-        for order, place in enumerate(sorted({entry["cell"][declared.apart] for entry in entries})):
+        for order, place in enumerate(sorted({entry["cell"].get(declared.apart, 0) for entry in entries})):
             name = f"{task}.capacity" + (f".{declared.apart}={place}" if order else "")
-            here = [entry for entry in entries if entry["cell"][declared.apart] == place]
+            here = [entry for entry in entries if entry["cell"].get(declared.apart, 0) == place]
             groups[name] = {entry["cell"][declared.counted]: entry for entry in here}
     return groups
 

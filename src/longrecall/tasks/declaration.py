@@ -55,11 +55,11 @@ class Capacity:
     """How much a model holds, as a number of the result file's summary, ``TASK.capacity``.
 
     It is the greatest value of `counted` (a key of the cells) such that it and all smaller ones are answered rightly
-    nine times in ten; `apart` is another key, of whose least value the number is told, and apart for each other one.
+    nine times in ten; `apart` may be another key, of whose least value the number is told, and apart for each other one.
     """
 
     counted: str
-    apart: str
+    apart: str = ""
 
 
 @dataclass(frozen=True)
