@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from longrecall.cli import eval as eval_verb
 from longrecall.cli.main import VERBS, build_parser, main
 from longrecall.cli.task_options import parse_task_options
 from longrecall.evaluation.results import read_result
@@ -118,7 +117,9 @@ def test_links_lead_to_a_heading(page: Path) -> None:
 
 
 def test_the_help_of_eval_names_every_task() -> None:
-    assert task_names() == eval_verb.TASK_NAMES
+    assert ", ".join(task_names()) in " ".join(
+        build_parser(("eval",)).parse_args(["eval", "x"]).parser.format_help().split()
+    )
 
 
 def test_the_evaluation_page_names_every_suite() -> None:

@@ -25,7 +25,7 @@ from experiments.common.measure import bits_per_byte, passkey_counts, phonebook_
 from experiments.common.mixture import Books, Recall, batch_loader
 from experiments.evidence.records import ARMS
 from longrecall.models.loading import load
-from longrecall.surgery.expand import expand
+from longrecall.surgery.expansion import expand
 
 RATES = (5e-4, 1e-3, 3e-3, 1e-2)
 SELECTION_SEED = 98

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from longrecall.models.loading import load
     from longrecall.models.recurrent_lm import RecurrentLM
     from longrecall.models.state import RecurrentState
-    from longrecall.surgery.expand import expand
+    from longrecall.surgery.expansion import expand
 
 __all__ = ["RecurrentConfig", "RecurrentLM", "RecurrentState", "__version__", "expand", "load"]
 
@@ -24,7 +24,7 @@ _HOMES = {
     "RecurrentConfig": "longrecall.models.config",
     "RecurrentLM": "longrecall.models.recurrent_lm",
     "RecurrentState": "longrecall.models.state",
-    "expand": "longrecall.surgery.expand",
+    "expand": "longrecall.surgery.expansion",
     "load": "longrecall.models.loading",
 }
 

@@ -19,7 +19,7 @@ from longrecall.errors import UserError
 from longrecall.evaluation import evaluate_checkpoint
 from longrecall.files import check_replaceable
 from longrecall.models.checkpoint import open_checkpoint
-from longrecall.surgery.expand import expand
+from longrecall.surgery.expansion import expand
 from longrecall.training.strict_yaml import apply_override, read_yaml
 from longrecall.units import parse_length
 

@@ -34,8 +34,10 @@ def check(runs: list[list[str]], forbidden: tuple[str, ...]) -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    helps = [[verb, "--help"] for verb in VERBS]
-    check([["--help"], ["--version"], *helps, ["eval", "--list-suites"]], (*HEAVY, "numpy", "safetensors"))
+    helps = [[verb, "--help"] for verb in VERBS if verb != "eval"]
+    check([["--help"], ["--version"], *helps], (*HEAVY, "numpy", "safetensors"))
+    # Its flags are those that the tasks declare in their own files, which make samples with numpy.
+    check([["eval", "--help"], ["eval", "--list-suites"]], (*HEAVY, "safetensors"))
 
 
 def test_info_and_compare_need_no_torch() -> None:

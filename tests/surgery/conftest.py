@@ -10,7 +10,7 @@ import torch
 
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.surgery.expand import Operation, edit_layer, planned_config
+from longrecall.surgery.expansion import Operation, edit_layer, planned_config
 
 VOCAB, WIDTH = 40, 16
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from longrecall.errors import UserError
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.surgery.expand import Operation
-from longrecall.surgery.registry import INITS, METHODS
+from longrecall.surgery.expansion import Operation
+from longrecall.surgery.method import INITS
+from longrecall.surgery.registry import METHODS
 
 FITS = {
     "merge_heads": ("gla", "gla_conv", "retnet"),

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from longrecall.surgery import registry
-from longrecall.surgery.merge_heads import METHOD
-from longrecall.surgery.registry import METHODS, Method, Option, register
+from longrecall.surgery.method import Method, Option
+from longrecall.surgery.methods.merge_heads import METHOD
+from longrecall.surgery.registry import METHODS, register
 
 
 @pytest.fixture(autouse=True)

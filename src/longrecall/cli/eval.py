@@ -5,36 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from longrecall.cli.suite_options import add_suite_options, expand_suite
-from longrecall.cli.task_options import parse_task_options
+from longrecall.cli.task_options import add_task_flags, parse_task_options, split_values, task_flags
 from longrecall.errors import UserError
 from longrecall.tables import aligned
 from longrecall.units import format_length, parse_length
-
-_T = TypeVar("_T")
-TASK_NAMES = (
-    "phonebook",
-    "passkey",
-    "bits_per_byte",
-    "copying",
-    "babilong",
-    "in_context",
-    "metaicl",
-    "question_answering",
-    "passkey_spoken",
-    "niah_single_1",
-    "niah_single_2",
-    "niah_single_3",
-    "niah_multikey_1",
-    "niah_multikey_2",
-    "niah_multikey_3",
-    "niah_multivalue",
-    "niah_multiquery",
-)
-"""What `longrecall.tasks` registers, written out here so that --help needs not import it."""
 
 _TASKS, _LENGTHS, _SAMPLES = "phonebook,passkey", "512,1k,4k", 256
 
@@ -43,22 +20,23 @@ EXAMPLE = "longrecall eval bigger/ --tasks phonebook,passkey --lengths 512,1k,4k
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this verb."""
+    """Add the arguments of this verb, those of the tasks as they declare them."""
+    from longrecall.tasks.registry import declaration_of, task_names
+
     add = parser.add_argument
     add("checkpoint", metavar="CKPT", help="a checkpoint folder or hub id")
     add(
         "--tasks",
         metavar="T,...",
-        help=f"comma-separated, of {', '.join(TASK_NAMES)} and lm_eval:NAME [{_TASKS}]",
+        help=f"comma-separated, of {', '.join(task_names())} and lm_eval:NAME [{_TASKS}]",
     )
-    add(
-        "--lengths",
-        metavar="N,...",
-        help=f"tokens: passkey, babilong, windows; letters: copying [{_LENGTHS}]",
-    )
+    others = [(name, unit) for name in task_names() if (unit := declaration_of(name).length_unit) != "tokens"]
+    units = "".join(f"; {unit}: {name}" for name, unit in others)
+    add("--lengths", metavar="N,...", help=f"in tokens{units} [{_LENGTHS}]")
     add("--samples", type=int, metavar="N", help=f"answers per cell, text windows at most [{_SAMPLES}]")
     add("--seed", type=int, default=0, metavar="N", help="seed of the samples [%(default)s]")
-    add("--text", metavar="FILE", help="UTF-8 text: bits_per_byte, phonebook's distractor, babilong's book")
+    texts = [f"{name}.{option}" for name in task_names() if (option := declaration_of(name).text_option)]
+    add("--text", metavar="FILE", help=f"a UTF-8 text, for {', '.join(texts)}")
     add("--out", metavar="FILE", help="write the result as JSON; finished examples are kept in FILE.partial meanwhile")
     add("--resume", action="store_true", help="skip what a run with the same settings has finished already")
     add("--force", action="store_true", help="start over and replace FILE, and what an interrupted run has left")
@@ -71,28 +49,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="any option of a task, such as passkey.digits=7; several values with commas; repeat for several options",
     )
     add_suite_options(parser)
-    book = parser.add_argument_group("phonebook")
-    book.add_argument("--pairs", default="2,4,8,16,32,64", metavar="N,...", help="associations [%(default)s]")
-    book.add_argument(
-        "--distances", default="0", metavar="N,...", help="tokens of text before the queries [%(default)s]"
-    )
-    book.add_argument("--letters", type=int, default=2, metavar="N", help="letters of a name [%(default)s]")
-    book.add_argument("--digits", type=int, default=2, metavar="N", help="digits of a number [%(default)s]")
-    key = parser.add_argument_group("passkey, passkey_spoken")
-    key.add_argument("--depths", default="0,0.25,0.5,0.75,1", metavar="X,...", help="places of the key [%(default)s]")
-    key.add_argument("--form", default="statex", metavar="F", help="statex or infinitebench [%(default)s]")
-    key.add_argument("--key-digits", type=int, default=5, metavar="N", help="digits of a key [%(default)s]")
+    add_task_flags(parser)
     search = parser.add_argument_group("maximum recall length")
     search.add_argument("--search", metavar="N", help="grow one task's length up to N, until it is recalled no more")
     search.add_argument("--step", default="512", metavar="N", help="tokens from one length to the next [%(default)s]")
-    text = parser.add_argument_group("bits_per_byte")
-    text.add_argument("--windows", type=int, default=64, metavar="N", help="windows of text at most [%(default)s]")
-    copying = parser.add_argument_group("copying")
-    copying.add_argument(
-        "--copy-trained", type=int, metavar="N", help="longest string of training in letters, which the report marks"
-    )
-    story = parser.add_argument_group("babilong")
-    story.add_argument("--qa", default="qa1,qa2,qa3,qa4,qa5", metavar="Q,...", help="types of question [%(default)s]")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
     machine.add_argument("--dtype", metavar="D", help="float32, bfloat16, float16 [as stored]")
@@ -108,11 +68,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate, print a table or JSON, return the exit code."""
     of_suite = expand_suite(args)
-    tasks = _split(_TASKS if args.tasks is None else args.tasks, "--tasks", str)
-    lengths = _split(_LENGTHS if args.lengths is None else args.lengths, "--lengths", parse_length)
+    tasks = split_values(_TASKS if args.tasks is None else args.tasks, "--tasks", str)
+    lengths = split_values(_LENGTHS if args.lengths is None else args.lengths, "--lengths", parse_length)
     samples = _SAMPLES if args.samples is None else args.samples
     given = parse_task_options(args.option)
-    options = {name: fields for name, fields in _options(args).items() if name in tasks}
+    options = task_flags(args, tasks)
     for more in (of_suite, given):
         options |= {name: options.get(name, {}) | fields for name, fields in more.items()}
     batch_tokens = _length(args.batch_tokens, "--batch-tokens")
@@ -179,51 +139,11 @@ def _search(args: argparse.Namespace, tasks: list[str]) -> int | None:
     return _length(args.search, "--search")
 
 
-def _options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    key = {
-        "depths": tuple(_split(args.depths, "--depths", float)),
-        "form": args.form,
-        "digits": args.key_digits,
-    }
-    return {
-        "phonebook": {
-            "pairs": tuple(_split(args.pairs, "--pairs", int)),
-            "distances": tuple(_split(args.distances, "--distances", _length_or_zero)),
-            "letters": args.letters,
-            "digits": args.digits,
-        },
-        "passkey": key,
-        "passkey_spoken": key,
-        "bits_per_byte": {"windows": args.windows},
-        "copying": {"trained": args.copy_trained},
-        "babilong": {"tasks": tuple(_split(args.qa, "--qa", str))},
-    }
-
-
 def _length(text: str, option: str) -> int:
     try:
         return parse_length(text)
     except UserError as error:
         raise UserError(f"{option}: {error}") from None
-
-
-def _length_or_zero(text: str) -> int:
-    return 0 if text == "0" else parse_length(text)
-
-
-def _split(text: str, option: str, convert: Callable[[str], _T]) -> list[_T]:
-    """Return the comma-separated values of an option."""
-    values: list[_T] = []
-    for part in (piece.strip() for piece in text.split(",")):
-        try:
-            values.append(convert(part))
-        except UserError as error:
-            raise UserError(f"{option}: {error}") from None
-        except ValueError:
-            raise UserError(f'{option}: "{part}" is not a number; separate several with commas') from None
-        if part == "":
-            raise UserError(f"{option}: there is an empty entry in {text!r}")
-    return values
 
 
 def as_table(result: dict[str, Any]) -> str:

@@ -5,39 +5,42 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from longrecall.errors import UserError
 
+if TYPE_CHECKING:
+    from longrecall.surgery.method import Option
+
 HELP = "enlarge the memory of a checkpoint, in chosen layers: its recurrent state, or retrieval beside it"
 EXAMPLE = "longrecall expand base/ bigger/ --method grow_state --layers every:12 --init preserve --set state_dim=512"
-METHODS = (
-    "merge_heads (GLA, RetNet), grow_state (Mamba-2), subheads (Gated DeltaNet, DeltaNet, GLA) "
-    "or add_retrieval (any mixer)"
-)
-SHORTHANDS = (
-    ("--factor", "factor", int, "E", "times the state grows"),
-    ("--chunk", "chunk", int, "U", "of add_retrieval: tokens of a chunk"),
-    ("--top-k", "top_k", int, "K", "of add_retrieval: chunks that a token reads"),
-    ("--selector", "selector", str, "S", "of add_retrieval: weighted or hard"),
-    ("--encoder-dim", "encoder_dim", int, "N", "of add_retrieval: width of chunk vectors"),
-    ("--heads", "num_heads", int, "H", "of add_retrieval: attention heads"),
-)
-"""Flag, option of the method that it stands for, its type, placeholder and help."""
+_PLACE = "option_"
+"""Before the names of options in the parsed arguments, where another argument may have the same name."""
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this verb."""
+    """Add the arguments of this verb, those of the methods as they declare them."""
+    from longrecall.surgery.method import INITS
+    from longrecall.surgery.registry import METHODS
+
+    methods = [f"{method.name} ({method.fitting})" for method in METHODS.values()]
     parser.add_argument("checkpoint", metavar="CKPT", help="the checkpoint to start from; it is not changed")
     parser.add_argument("output", metavar="OUT", help="the folder to write; complete at the end, or not there")
-    parser.add_argument("--method", required=True, help=METHODS)
+    parser.add_argument("--method", required=True, help=_either(methods))
     parser.add_argument("--layers", default="every:6", help="every:M, first:N, all, or 0,6,12 [%(default)s]")
-    parser.add_argument(
-        "--init", default="preserve", help="preserve, perturb, handover, reinit or inherit [%(default)s]"
-    )
-    for flag, option, kind, letter, what in SHORTHANDS:
-        parser.add_argument(flag, dest=option, type=kind, metavar=letter, help=f"{what}; as --set {option}={letter}")
+    parser.add_argument("--init", default="preserve", help=f"{_either(INITS)} [%(default)s]")
+    for flag, owners in _shorthands().items():
+        option = next(iter(owners.values()))
+        what = "; ".join(f"of {method}: {declared.help}" for method, declared in owners.items())
+        parser.add_argument(
+            flag,
+            dest=_PLACE + option.name,
+            type=option.kind,
+            metavar=option.letter,
+            help=f"{what}; as --set {option.name}={option.letter}",
+        )
     parser.add_argument("--seed", type=int, default=0, help="of the fresh numbers [%(default)s]")
     parser.add_argument(
         "--set",
@@ -50,13 +53,35 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
     parser.add_argument("--force", action="store_true", help="replace OUT when it exists")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    for method in METHODS.values():
+        lines = (f"  {option.name}: {option.help}" for option in method.options)
+        title = f"options of {method.name}, which takes --init {_either(method.inits)}; each as --set KEY=VALUE"
+        parser.add_argument_group(title, "\n".join(lines))
+
+
+def _either(words: Sequence[str]) -> str:
+    """Return the words as a choice: ``a, b or c``."""
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def _shorthands() -> dict[str, dict[str, Option]]:
+    """Return flag -> name of a method -> the option for which it stands there."""
+    from longrecall.surgery.registry import METHODS
+
+    found: dict[str, dict[str, Option]] = {}
+    for method in METHODS.values():
+        for option in method.options:
+            if option.flag:
+                found.setdefault(option.flag, {})[method.name] = option
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
     """Expand, print the table (or JSON), return the exit code."""
-    short = [f"{option}={value}" for _, option, *_ in SHORTHANDS if (value := getattr(args, option)) is not None]
-    options = parse_options([*args.options, *short])
-    from longrecall.surgery.expand import expand_with
+    short = {name.removeprefix(_PLACE): value for name, value in vars(args).items() if name.startswith(_PLACE)}
+    given = [f"{option}={value}" for option, value in short.items() if value is not None]
+    options = parse_options([*args.options, *given])
+    from longrecall.surgery.expansion import expand_with
 
     summary = expand_with(
         args.checkpoint,

@@ -59,8 +59,11 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
-def build_parser(verbs: Sequence[str] = VERBS) -> argparse.ArgumentParser:
-    """Return the parser of the whole command; imports every verb's module, which must be light."""
+def build_parser(verbs: Sequence[str] = VERBS, arguments: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of the whole command; imports every verb's module, which must be light.
+
+    `arguments`: with those of the verbs. Some verbs import more to know theirs, such as tasks and methods of surgery.
+    """
     parser = _Parser(
         prog="longrecall",
         description=_DESCRIPTION,
@@ -80,7 +83,8 @@ def build_parser(verbs: Sequence[str] = VERBS) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        verb.configure(child)
+        if arguments:
+            verb.configure(child)
         child.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         child.set_defaults(run=verb.run, parser=child)
     return parser
@@ -91,7 +95,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     first = next((word for word in argv if not word.startswith("-")), None)
     if first is not None and first not in VERBS:
         raise UserError(f'there is no verb "{first}".{did_you_mean(first, VERBS)} See longrecall --help')
-    parser = build_parser(VERBS if first is None else (first,))
+    parser = build_parser(VERBS, arguments=False) if first is None else build_parser((first,))
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         child: argparse.ArgumentParser = args.parser
@@ -136,7 +140,7 @@ def _open_streams() -> None:
 
 def _run(words: Sequence[str]) -> int:
     if not words:
-        build_parser().print_help(sys.stderr)
+        build_parser(arguments=False).print_help(sys.stderr)
         return 2
     try:
         args = parse(words)

@@ -1,15 +1,78 @@
-"""``--option task.key=value``: any option of any task, read by the type of its field."""
+"""Options of tasks on the command line: the flags that they declare, and ``--option task.key=value`` for all others."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from longrecall.errors import UserError, did_you_mean
 from longrecall.units import parse_length
+
+_T = TypeVar("_T")
+_PLACE = "flag_"
+"""Before the names of tasks' flags in the parsed arguments, where another argument may have the same name."""
+
+
+def add_task_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that tasks declare, in a group for each set of them; several tasks may share one set."""
+    from longrecall.tasks.registry import declaration_of, task_class, task_names
+
+    owners: dict[Any, list[str]] = {}
+    for name in task_names():
+        if flags := declaration_of(name).flags:
+            owners.setdefault(flags, []).append(name)
+    for flags, names in owners.items():
+        group = parser.add_argument_group(", ".join(names))
+        defaults = {field.name: field.default for field in dataclasses.fields(task_class(names[0]))}
+        for flag in flags:
+            default = defaults[flag.option]
+            several = isinstance(default, tuple)
+            shown = ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in _values(default))
+            group.add_argument(
+                flag.name,
+                dest=_PLACE + flag.name,
+                type=str if several else flag.read,
+                metavar=flag.letter,
+                help=flag.help + (f" [{shown}]" if shown else ""),
+            )
+
+
+def task_flags(args: argparse.Namespace, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return task -> option -> value of the flags that were given; those of tasks that are not asked for do nothing."""
+    from longrecall.tasks.registry import declaration_of, task_class
+
+    options: dict[str, dict[str, Any]] = {}
+    for name in tasks:
+        for flag in declaration_of(name).flags:
+            value = getattr(args, _PLACE + flag.name)
+            if isinstance(getattr(task_class(name), flag.option), tuple) and value is not None:
+                value = tuple(split_values(value, flag.name, flag.read))
+            if value is not None:
+                options.setdefault(name, {})[flag.option] = value
+    return options
+
+
+def _values(default: Any) -> tuple[Any, ...]:
+    return default if isinstance(default, tuple) else () if default is None else (default,)
+
+
+def split_values(text: str, option: str, convert: Callable[[str], _T]) -> list[_T]:
+    """Return the comma-separated values of an option."""
+    values: list[_T] = []
+    for part in (piece.strip() for piece in text.split(",")):
+        try:
+            values.append(convert(part))
+        except UserError as error:
+            raise UserError(f"{option}: {error}") from None
+        except ValueError:
+            raise UserError(f'{option}: "{part}" is not a number; separate several with commas') from None
+        if part == "":
+            raise UserError(f"{option}: there is an empty entry in {text!r}")
+    return values
 
 
 def parse_task_options(texts: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -22,7 +22,7 @@ from longrecall.files import cannot_write, check_replaceable, remove_temporary, 
 from longrecall.locks import LOCK_FILE
 from longrecall.outputs import claim_folder, refuse_busy
 from longrecall.report import build_report, check_packages
-from longrecall.surgery.expand import expand
+from longrecall.surgery.expansion import expand
 from longrecall.tasks.text import read_text
 from longrecall.training.recipe import Recipe
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longrecall import surgery  # noqa: F401 (importing it registers the methods)
 from longrecall.diagnostics.plan import MOST_DOUBLINGS
 from longrecall.layers.descriptions.retrieval import RetrievalConfig
-from longrecall.surgery.registry import ANY_MIXER, METHODS
+from longrecall.surgery.method import ANY_MIXER
+from longrecall.surgery.registry import METHODS
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def evaluate(
         tokenizer: of transformers, or anything with the parts that the tasks use.
         tasks: names (`longrecall.tasks.task_names`) or task objects.
         lengths: tokens (512, "4k"): the prompt lengths of passkey, babilong and the needles; the longest is the window
-            of bits_per_byte. For copying: letters of the string.
+            of bits_per_byte. Some tasks count another unit, which they declare (copying: letters of the string).
         samples: answers per cell of a recall task (rounded up to whole sequences), windows of text at most.
         seed: of samples and bootstraps; a sample depends on (seed, task, cell, index) only.
         text: for bits_per_byte, as the distractor of phonebook and the haystack of babilong and the needles.

@@ -12,13 +12,8 @@ from longrecall.evaluation.harness import PREFIX, HarnessTask
 from longrecall.evaluation.text_metrics import TextMetrics
 from longrecall.models.accounting import transformer_cache_size
 from longrecall.models.config import RecurrentConfig
-from longrecall.tasks.needles import ESSAYS
-from longrecall.tasks.registry import Task, TextMetricTask, create_task
+from longrecall.tasks.registry import Task, TextMetricTask, create_task, declaration_of
 from longrecall.units import parse_length
-
-_TEXT_OPTIONS = {"bits_per_byte": "text", "phonebook": "distractor", "babilong": "haystack"} | dict.fromkeys(
-    ESSAYS, "haystack"
-)
 
 
 def check_numbers(lengths: Sequence[int | str], samples: int, batch_tokens: int, segment_tokens: int) -> list[int]:
@@ -44,8 +39,9 @@ def create_tasks(
     for task in tasks:
         if isinstance(task, str):
             given = dict(options.get(task, {}))
-            if text is not None and task in _TEXT_OPTIONS:
-                given.setdefault(_TEXT_OPTIONS[task], text)
+            option = declaration_of(task).text_option
+            if text is not None and option:
+                given.setdefault(option, text)
             create: Callable[..., Any] = HarnessTask.create if task.startswith(PREFIX) else create_task
             chosen.append(create(task, **given))
         else:
@@ -84,7 +80,7 @@ def _plain_options(task: Any) -> dict[str, Any]:
         value = getattr(task, field.name)
         if isinstance(value, tuple):
             value = list(value)
-        elif isinstance(value, str) and field.name in _TEXT_OPTIONS.values():
+        elif isinstance(value, str) and field.name == declaration_of(task).text_option:
             value = {"sha256": hashlib.sha256(value.encode("utf-8")).hexdigest(), "characters": len(value)}
         plain[field.name] = value
     facts = getattr(task, "data_facts", None)

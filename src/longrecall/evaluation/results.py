@@ -15,6 +15,7 @@ from typing import Any
 from longrecall.errors import UserError
 from longrecall.evaluation.outcomes import unpack
 from longrecall.evaluation.statistics import bootstrap_ratio_interval, mean_interval
+from longrecall.tasks.registry import declaration_of
 
 SCHEMA = 1
 GENERATOR = {"samples": "sha256, PCG64, doubles; version 1", "intervals": "PCG64, doubles; version 1"}
@@ -22,7 +23,6 @@ GENERATOR = {"samples": "sha256, PCG64, doubles; version 1", "intervals": "PCG64
 CAPACITY_THRESHOLD = 0.9
 _PARTS_OF_CELLS = ("task", "length")
 """Parts of a cell by which a task is averaged too, beside the average over all its cells."""
-_OWN_SUMMARY = ("phonebook", "bits_per_byte")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -146,31 +146,32 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def capacity(accuracy_by_pairs: dict[int, float | None], threshold: float = CAPACITY_THRESHOLD) -> int:
-    """Return the most pairs recalled: the largest number such that it and all smaller ones reach `threshold`.
+def capacity(accuracy_by_amount: dict[int, float | None], threshold: float = CAPACITY_THRESHOLD) -> int:
+    """Return how much is recalled: the largest amount such that it and all smaller ones reach `threshold`.
 
-    0 when even the smallest tested number of pairs fails. Missing values (None) count as failures.
+    0 when even the smallest tested amount fails. Missing values (None) count as failures.
     """
     best = 0
-    for pairs in sorted(accuracy_by_pairs):
-        accuracy = accuracy_by_pairs[pairs]
+    for amount in sorted(accuracy_by_amount):
+        accuracy = accuracy_by_amount[amount]
         if accuracy is None or accuracy < threshold:
             break
-        best = pairs
+        best = amount
     return best
 
 
 def summarise(results: list[dict[str, Any]]) -> dict[str, float | int | None]:
     """Return the headline numbers of result entries, by dotted name.
 
-    ``phonebook.capacity`` (at the shortest distance; ``phonebook.capacity.distance=N`` for the others),
-    ``bits_per_byte`` (over all positions), and of every other task the mean over cells of its first metric, such as
+    The capacity of tasks that declare one, such as ``phonebook.capacity`` (at the shortest distance;
+    ``phonebook.capacity.distance=N`` for the others), ``bits_per_byte`` (over all positions), and of every other task
+    the mean over cells of its first metric, such as
     ``passkey.accuracy``, also by length and by type of question where cells say them: ``passkey.accuracy.length=512``,
     ``babilong.accuracy.task=qa1``.
     """
     summary: dict[str, float | int | None] = {}
-    for name, entries in _capacities(results).items():
-        summary[name] = capacity({entry["cell"]["pairs"]: entry["value"] for entry in entries})
+    for name, by_amount in _capacities(results).items():
+        summary[name] = capacity({amount: entry["value"] for amount, entry in by_amount.items()})
     for name, entries in _averages(results).items():
         summary[name] = _mean([entry["value"] for entry in entries])
     ranges = _ranges(results)
@@ -189,9 +190,9 @@ def summary_intervals(results: list[dict[str, Any]]) -> dict[str, list[float | i
     wider than 95% asks for, because all cells do not stray to one side together.
     """
     intervals: dict[str, list[float | int]] = {}
-    for name, entries in _capacities(results).items():
-        ends = [capacity({entry["cell"]["pairs"]: entry[end] for entry in entries}) for end in ("low", "high")]
-        if all(entry["value"] is not None for entry in entries):
+    for name, by_amount in _capacities(results).items():
+        ends = [capacity({amount: entry[end] for amount, entry in by_amount.items()}) for end in ("low", "high")]
+        if all(entry["value"] is not None for entry in by_amount.values()):
             intervals[name] = list(ends)
     for name, entries in _averages(results).items():
         mean = _mean([entry["value"] for entry in entries])
@@ -211,12 +212,18 @@ def summary_intervals(results: list[dict[str, Any]]) -> dict[str, list[float | i
 _Groups = dict[str, list[dict[str, Any]]]
 
 
-def _capacities(results: list[dict[str, Any]]) -> _Groups:
-    books = [entry for entry in results if entry["task"] == "phonebook" and entry["metric"] == "accuracy"]
-    groups: _Groups = {}
-    for place, distance in enumerate(sorted({entry["cell"]["distance"] for entry in books})):
-        name = "phonebook.capacity" + (f".distance={distance}" if place else "")
-        groups[name] = [entry for entry in books if entry["cell"]["distance"] == distance]
+def _capacities(results: list[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
+    """Return name of a capacity -> amount -> its entry, of the tasks that declare one."""
+    groups: dict[str, dict[int, dict[str, Any]]] = {}
+    for task in dict.fromkeys(entry["task"] for entry in results):
+        declared = declaration_of(task).capacity
+        entries = [entry for entry in results if (entry["task"], entry["metric"]) == (task, "accuracy")]
+        if declared is None or not entries:
+            continue
+        for order, place in enumerate(sorted({entry["cell"].get(declared.apart, 0) for entry in entries})):
+            name = f"{task}.capacity" + (f".{declared.apart}={place}" if order else "")
+            here = [entry for entry in entries if entry["cell"].get(declared.apart, 0) == place]
+            groups[name] = {entry["cell"][declared.counted]: entry for entry in here}
     return groups
 
 
@@ -227,7 +234,7 @@ def _averages(results: list[dict[str, Any]]) -> _Groups:
     for entry in results:
         metrics.setdefault(entry["task"], entry["metric"])
     for task, metric in metrics.items():
-        if task in _OWN_SUMMARY:
+        if not declaration_of(task).averaged:
             continue
         entries = [entry for entry in results if (entry["task"], entry["metric"]) == (task, metric)]
         groups[f"{task}.{metric}"] = entries

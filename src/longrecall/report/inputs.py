@@ -13,17 +13,10 @@ from longrecall.errors import UserError, did_you_mean
 from longrecall.evaluation.results import SCHEMA, check_result, read_json
 from longrecall.report.diagnoses import Diagnosis, parse_diagnosis
 from longrecall.report.sweeps import Sweep, parse_sweep
+from longrecall.tasks.registry import declaration_of
 
 _VERB_OF = {"evaluation": "eval", "training": "train", "diagnosis": "diagnose", "sweep": "sweep"}
 KINDS = tuple(_VERB_OF)
-_PLACES = {
-    "phonebook": ("pairs",),
-    "passkey": ("length", "depth"),
-    "bits_per_byte": ("start", "end"),
-    "copying": ("length",),
-    "babilong": ("length",),
-}
-"""What the cells of the plotted tasks must say, as numbers."""
 
 
 @dataclass(frozen=True)
@@ -174,12 +167,14 @@ def _label(
 
 def _measurements(data: Mapping[str, Any], source: str) -> tuple[Measurement, ...]:
     for index, entry in enumerate(data["results"]):
-        for key in _PLACES.get(entry["task"], ()):
+        part = declaration_of(str(entry["task"])).report
+        for key in part.numbers if part is not None else ():
             number = entry["cell"].get(key)
             if isinstance(number, bool) or not isinstance(number, int | float) or not _is_small(number):
                 raise UserError(f'{source}: results[{index}] has no number "{key}" in its cell; run eval again')
-        if entry["task"] == "babilong" and not isinstance(entry["cell"].get("task"), str):
-            raise UserError(f'{source}: results[{index}] has no name "task" in its cell; run eval again')
+        for key in part.texts if part is not None else ():
+            if not isinstance(entry["cell"].get(key), str):
+                raise UserError(f'{source}: results[{index}] has no name "{key}" in its cell; run eval again')
     return tuple(map(_measurement, data["results"]))
 
 

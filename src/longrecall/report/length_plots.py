@@ -1,4 +1,4 @@
-"""Plots of the tasks that show length generalization: copying and stories (babilong)."""
+"""Plots by length: the charts that tasks declare, stories (babilong), and any other task with a length."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ from longrecall.report.drawing import (
 )
 from longrecall.report.inputs import Evaluation, Measurement
 from longrecall.report.summaries import mean
+from longrecall.tasks.declaration import LineChart
 from longrecall.units import format_length
 
-COPIED = {"accuracy": "whole strings", "character_accuracy": "single letters"}
-"""Metrics of copying, in words."""
 
+def line_chart(evaluations: Sequence[Evaluation], task: str, chart: LineChart, trained: Sequence[int]) -> str:
+    """Return shares along a number of the cells, a panel per metric, a line per file.
 
-def copying_plot(evaluations: Sequence[Evaluation], trained: Sequence[int], name: str) -> str:
-    """Return accuracy by length of the string, a panel per metric, a line per file; `trained` lengths are marked."""
-    metrics = [metric for metric in COPIED if any(entry.of("copying", metric) for entry in evaluations)]
+    `trained`: how far training went, marked where it is known.
+    """
+    metrics = [metric for metric in chart.metrics if any(entry.of(task, metric) for entry in evaluations)]
     with mpl.rc_context(SETTINGS):
         figure = Figure(figsize=(WIDTH, 3.7), layout="constrained")
         grid = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
         for axes, metric in zip(grid, metrics, strict=True):
             for index, evaluation in enumerate(evaluations):
-                accuracy_line(axes, index, len(evaluations), "length", evaluation.of("copying", metric))
-            lengths = {m.cell["length"] for entry in evaluations for m in entry.of("copying", metric)}
-            accuracy_axes(axes, lengths, "letters of the string")
-            for letters in trained:
-                mark(axes, letters, f"trained to {letters}")
-            axes.set_title(COPIED[metric], loc="left")
-        grid[0].set_ylabel("share copied")
-        add_legend(figure, measured(evaluations, "copying", metrics[0]))
-        return to_svg(figure, name, "Copying: share copied rightly by length of the string, a line per result file")
+                accuracy_line(axes, index, len(evaluations), chart.along, evaluation.of(task, metric))
+            ticks = {m.cell[chart.along] for entry in evaluations for m in entry.of(task, metric)}
+            accuracy_axes(axes, ticks, chart.axis)
+            for place in trained:
+                mark(axes, place, f"trained to {place}")
+            axes.set_title(chart.metrics[metric], loc="left")
+        grid[0].set_ylabel(chart.share)
+        add_legend(figure, measured(evaluations, task, metrics[0]))
+        return to_svg(figure, task, chart.title)
 
 
 def task_lines(evaluations: Sequence[Evaluation], tasks: Sequence[tuple[str, str]], name: str) -> str:

@@ -15,22 +15,21 @@ from longrecall.report import (
     overview_sections,
     plots,
     sweep_sections,
+    task_sections,
 )
 from longrecall.report.blocks import Block, Note, Plot, Section, Table, with_interval
 from longrecall.report.diagnoses import Diagnosis
 from longrecall.report.inputs import Evaluation, Inputs, Training
 from longrecall.report.summaries import (
-    Number,
     before_and_after,
     control_of,
     headlines,
 )
 from longrecall.report.sweeps import Sweep
-from longrecall.report.tables import PLOTTED, cell_keys, cell_table, explained, measured_by
+from longrecall.report.tables import cell_keys, cell_table, explained, plotted
 from longrecall.units import format_bytes
 
 _MOST_LOG_ROWS = 40
-_PASSKEY_MAP = "Pass key: share of keys recalled by length of the text and depth of the needle"
 
 
 def all_sections(inputs: Inputs) -> list[Section]:
@@ -42,12 +41,9 @@ def all_sections(inputs: Inputs) -> list[Section]:
         overview_sections.slopes,
         overview_sections.state_size,
         diagnosis_sections.verdict,
-        phonebook,
-        passkey,
-        length_sections.copying,
-        length_sections.babilong,
+        *task_sections.makers(shares=True),
         length_sections.other_lengths,
-        positions,
+        *task_sections.makers(shares=False),
         diagnosis_sections.perplexity,
         diagnosis_sections.state,
         diagnosis_sections.remembrance,
@@ -112,75 +108,10 @@ def control(inputs: Inputs) -> Section | None:
     return Section("control", "Compared with plain continued training", [table, Note(note)])
 
 
-def phonebook(inputs: Inputs) -> Section | None:
-    """Recall by number of pairs."""
-    chosen = measured_by(inputs.evaluations, "phonebook", "accuracy")
-    if not chosen:
-        return None
-    data = cell_table(inputs.evaluations, "phonebook", "accuracy", ("pairs", "distance"))
-    caption = (
-        "Share of phone-book queries whose whole number is predicted, by how many pairs the book holds. "
-        "Bars are 95% intervals."
-    )
-    reading = "How to read it: the further right a line stays near the top, the more associations the state holds."
-    plot = Plot(plots.phonebook_plot(inputs.evaluations, "phonebook"), caption, reading, data)
-    blocks: list[Block] = [*explained("phonebook"), plot]
-    return Section("phonebook", "Phone book by number of pairs", blocks)
-
-
-def passkey(inputs: Inputs) -> Section | None:
-    """Recall by length and depth."""
-    if not measured_by(inputs.evaluations, "passkey", "accuracy"):
-        return None
-    cells = cell_table(inputs.evaluations, "passkey", "accuracy", ("length", "depth"))
-    by_length = {entry.label: plots.mean_by_length(entry) for entry in inputs.evaluations}
-    lengths = sorted({length for numbers in by_length.values() for length in numbers})
-    rows = tuple(
-        (f"{length:,.0f}", *(with_interval(by_length[e.label].get(length, Number(None))) for e in inputs.evaluations))
-        for length in lengths
-    )
-    means = Table(
-        "Pass key by length, mean over depths", ("length", *(e.label for e in inputs.evaluations)), rows, hidden=True
-    )
-    return Section(
-        "passkey",
-        "Pass key by length and depth",
-        [
-            *explained("passkey"),
-            Plot(
-                plots.passkey_by_length(inputs.evaluations, "passkey-length"),
-                "Share of pass keys recalled by length of the text, mean over depths. Bars are 95% intervals.",
-                "How to read it: where a line falls, the text has grown too long for the key to be found again.",
-                means,
-            ),
-            Plot(
-                plots.depth_maps(inputs.evaluations, "passkey", "accuracy", "passkey-map", _PASSKEY_MAP),
-                "The same by depth, in percent: 0% is the beginning of the text, the farthest from the question.",
-                "How to read it: dark cells are recalled; a map that pales towards its top right forgets early text.",
-                cells,
-            ),
-        ],
-    )
-
-
-def positions(inputs: Inputs) -> Section | None:
-    """Bits per byte by position."""
-    if not measured_by(inputs.evaluations, "bits_per_byte", "bits_per_byte"):
-        return None
-    data = cell_table(inputs.evaluations, "bits_per_byte", "bits_per_byte", ("start", "end"))
-    caption = "How well running text is predicted, by position in it. Bars are 95% intervals."
-    reading = (
-        "How to read it: lower is better, and a curve that rises to the right shows a model that fails beyond the "
-        "length it was trained on."
-    )
-    plot = Plot(plots.position_plot(inputs.evaluations, "positions"), caption, reading, data)
-    return Section("positions", "Bits per byte by position", [*explained("bits_per_byte"), plot])
-
-
 def other_tasks(inputs: Inputs) -> Section | None:
     """Every metric without a plot of its own, as tables."""
     metrics = dict.fromkeys((m.task, m.metric) for e in inputs.evaluations for m in e.measurements)
-    drawn = PLOTTED | length_sections.drawn(inputs.evaluations)
+    drawn = plotted() | length_sections.drawn(inputs.evaluations)
     blocks: list[Block] = []
     told = {task for task, _ in drawn}
     for task, metric in metrics:

@@ -11,14 +11,13 @@ from longrecall.evaluation.comparison import asked_alike
 from longrecall.evaluation.differences import common_cells, difference_of
 from longrecall.evaluation.statistics import independent_difference, mean_interval
 from longrecall.report.inputs import Evaluation, Measurement
-from longrecall.units import format_length
+from longrecall.tasks.declaration import Headline as TaskHeadline
+from longrecall.tasks.registry import report_parts
 
 Wanted = Callable[[Mapping[str, Any]], bool]
 """Whether a cell is among those that a number is made of."""
 CONTROL_WORDS = ("control", "continued")
 """A label with one of these words in it marks plain continued training."""
-
-_MOST_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -83,37 +82,10 @@ def paired_change(first: Evaluation, second: Evaluation, task: str, metric: str,
 def headlines(evaluations: Sequence[Evaluation]) -> list[Headline]:
     """Return the quantities that at least one file measured: all cells together, then the hardest ones."""
     found: list[Headline] = []
-    books = _cells(evaluations, "phonebook", "accuracy")
-    if books:
-        asked = _few(sorted({cell.cell["pairs"] for cell in books}))
-        name = f"phone book: most pairs recalled at 90% or better, of {asked}"
-        found.append(Headline(name, True, 0, _capacity, lambda first, second: None))
-        found.append(_over("phone book: accuracy, all cells", "phonebook", "accuracy", True, 3))
-        hardest = max(cell.cell.get("pairs", 0) for cell in books)
-        name = f"phone book: accuracy at {hardest:g} pairs"
-        found.append(_over(name, "phonebook", "accuracy", True, 3, "pairs", hardest))
-    keys = _cells(evaluations, "passkey", "accuracy")
-    if keys:
-        found.append(_over("pass key: accuracy, all cells", "passkey", "accuracy", True, 3))
-        longest = max(cell.cell.get("length", 0) for cell in keys)
-        name = f"pass key: accuracy at {format_length(int(longest))} tokens"
-        found.append(_over(name, "passkey", "accuracy", True, 3, "length", longest))
-    copies = _cells(evaluations, "copying", "accuracy")
-    if copies:
-        longest = max(cell.cell.get("length", 0) for cell in copies)
-        name = f"copying: strings of {longest:,} letters"
-        found.append(_over(name, "copying", "accuracy", True, 3, "length", longest))
-    stories = _cells(evaluations, "babilong", "accuracy")
-    if stories:
-        found.append(_over("stories: accuracy, all cells", "babilong", "accuracy", True, 3))
-        longest = max(cell.cell.get("length", 0) for cell in stories)
-        name = f"stories: accuracy at {format_length(int(longest))} tokens"
-        found.append(_over(name, "babilong", "accuracy", True, 3, "length", longest))
-    ranges = _cells(evaluations, "bits_per_byte", "bits_per_byte")
-    ends = sorted({(cell.cell.get("start", 0), cell.cell.get("end", 0)) for cell in ranges})
-    for start, end in dict.fromkeys([*ends[:1], *ends[-1:]]):
-        name = f"bits per byte at positions {start:,.0f} to {end:,.0f}"
-        found.append(_over(name, "bits_per_byte", "bits_per_byte", False, 3, "start", start))
+    for task, part in (report_parts(shares=True) | report_parts(shares=False)).items():
+        cells = [m.cell for evaluation in evaluations for m in evaluation.of(task, part.metrics[0])]
+        if cells and part.headlines is not None:
+            found += [_headline(task, declared) for declared in part.headlines(cells)]
     return found
 
 
@@ -133,10 +105,6 @@ def before_and_after(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, Eva
     return (before, after) if before is not after else (candidates[0], candidates[-1])
 
 
-def _cells(evaluations: Sequence[Evaluation], task: str, metric: str) -> list[Measurement]:
-    return [cell for evaluation in evaluations for cell in evaluation.of(task, metric)]
-
-
 def recorded(evaluation: Evaluation, name: str) -> Number:
     """Return a number of the file's summary with its interval, where the file has them."""
     value = evaluation.data["summary"].get(name)
@@ -149,33 +117,18 @@ def recorded(evaluation: Evaluation, name: str) -> Number:
     return Number(float(value))
 
 
-def _few(numbers: Sequence[float]) -> str:
-    """Return numbers as a list, or as a range where they are many."""
-    if len(numbers) > _MOST_LISTED:
-        return f"{len(numbers)} numbers from {numbers[0]:g} to {numbers[-1]:g}"
-    return ", ".join(f"{number:g}" for number in numbers)
+def _headline(task: str, declared: TaskHeadline) -> Headline:
+    """Return the quantity that a task declares: a number of the file's summary, or a mean over cells."""
 
-
-def _capacity(evaluation: Evaluation) -> Number:
-    return recorded(evaluation, "phonebook.capacity")
-
-
-def _over(
-    name: str,
-    task: str,
-    metric: str,
-    more_is_better: bool,
-    digits: int,
-    key: str | None = None,
-    wanted: float = 0,
-) -> Headline:
     def place(cell: Mapping[str, Any]) -> bool:
-        return key is None or cell.get(key) == wanted
+        return all(cell.get(key) == wanted for key, wanted in declared.part.items())
 
     def number(evaluation: Evaluation) -> Number:
-        return mean(m for m in evaluation.of(task, metric) if place(m.cell))
+        if declared.summary:
+            return recorded(evaluation, declared.summary)
+        return mean(m for m in evaluation.of(task, declared.metric) if place(m.cell))
 
     def paired(first: Evaluation, second: Evaluation) -> Number | None:
-        return paired_change(first, second, task, metric, place)
+        return None if declared.summary else paired_change(first, second, task, declared.metric, place)
 
-    return Headline(name, more_is_better, digits, number, paired)
+    return Headline(declared.name, declared.more_is_better, declared.digits, number, paired)

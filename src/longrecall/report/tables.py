@@ -8,18 +8,13 @@ from typing import Any
 from longrecall.report.blocks import Note, Table, with_interval
 from longrecall.report.inputs import Evaluation, Measurement
 from longrecall.report.summaries import Number
-from longrecall.tasks.registry import wording_of
+from longrecall.tasks.registry import report_parts, wording_of
 
-PLOTTED = {
-    ("phonebook", "accuracy"),
-    ("passkey", "accuracy"),
-    ("bits_per_byte", "bits_per_byte"),
-    ("copying", "accuracy"),
-    ("copying", "character_accuracy"),
-    ("babilong", "accuracy"),
-    ("babilong", "exact_match"),
-}
-"""What has a section of its own, where its table is folded away."""
+
+def plotted() -> set[tuple[str, str]]:
+    """Return the (task, metric) that have a section of their own, where their tables are folded away."""
+    parts = report_parts(shares=True) | report_parts(shares=False)
+    return {(task, metric) for task, part in parts.items() for metric in part.metrics}
 
 
 def explained(task: str) -> list[Note]:
@@ -43,7 +38,7 @@ def cell_table(
 ) -> Table:
     """Return a row per cell and a column per file; `keys` first, whatever else a cell says after them.
 
-    `hidden` None: folded away iff it is among `PLOTTED`.
+    `hidden` None: folded away iff it is among those that are `plotted`.
     """
     columns = tuple(dict.fromkeys([*keys, *cell_keys(evaluations, task, metric)]))
     found: dict[tuple[Any, ...], dict[str, Measurement]] = {}
@@ -58,7 +53,7 @@ def cell_table(
             number = Number(None) if measured is None else Number(measured.value, measured.low, measured.high)
             texts.append(with_interval(number) + (f"\nn = {measured.count:,}" if measured else ""))
         rows.append(tuple(texts))
-    folded = (task, metric) in PLOTTED if hidden is None else hidden
+    folded = (task, metric) in plotted() if hidden is None else hidden
     header = (*columns, *(evaluation.label for evaluation in evaluations))
     return Table(f"{task}: {metric.replace('_', ' ')}", header, tuple(rows), folded)
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 
 USUAL = "usual"
 MEASURED = "measured"
@@ -24,6 +27,8 @@ def layer_generator(seed: int, layer: int, earlier_surgeries: int) -> torch.Gene
     `earlier_surgeries` (how many records the checkpoint already has) enters because a second growth with the same seed
     would otherwise repeat the first one's numbers: channels that start as twins get equal gradients and never diverge.
     """
+    import torch
+
     digest = hashlib.sha256(f"longrecall surgery {seed} {layer} {earlier_surgeries}".encode()).digest()
     # manual_seed takes 64 bits; 63 keep it positive on every platform.
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -31,6 +36,8 @@ def layer_generator(seed: int, layer: int, earlier_surgeries: int) -> torch.Gene
 
 def uniform(shape: tuple[int, ...], bound: float, generator: torch.Generator) -> Tensor:
     """Return a float32 tensor of `shape`, uniform in [-bound, bound)."""
+    import torch
+
     return (2.0 * torch.rand(shape, generator=generator, dtype=torch.float32) - 1.0) * bound
 
 

@@ -11,13 +11,14 @@ import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from longrecall.errors import UserError
-from longrecall.models.config import RecurrentConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from longrecall.models.config import RecurrentConfig
 
 _PROGRESS = "model.layers.{layer}.mixer.progress"
 _MIXER = "model.layers.{layer}.mixer."
@@ -40,6 +41,8 @@ def handover_mixer(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
 
 def handover_tensors(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a handover layer's tensors (relative names) at progress 0; `mixer_norm` stays the old one's."""
+    import torch
+
     result = {name: tensor for name, tensor in old.items() if not name.startswith("mixer.")}
     for path, tensors in (("old", old), ("new", new)):
         for name, tensor in tensors.items():
@@ -79,7 +82,7 @@ def finished_config(config: RecurrentConfig) -> RecurrentConfig:
     descriptions = copy.deepcopy(config.layers)
     for layer in handover_layers(config):
         descriptions[layer]["mixer"] = descriptions[layer]["mixer"]["new"]
-    return RecurrentConfig.from_dict(config.to_dict() | {"layers": descriptions})
+    return type(config).from_dict(config.to_dict() | {"layers": descriptions})
 
 
 def finished_name(name: str, layers: Sequence[int]) -> str | None:

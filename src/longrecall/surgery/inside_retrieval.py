@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from longrecall.errors import UserError
 from longrecall.layers.descriptions.retrieval import RetrievalConfig
-from longrecall.surgery.registry import ANY_MIXER, Method, MixerDescription, Plan, Tensors
+from longrecall.surgery.method import ANY_MIXER, Method, MixerDescription, Plan, Tensors
 
 _OUTER, _INNER = "mixer.", "mixer.base."
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from longrecall.errors import UserError
 from longrecall.sweep.mixers import CYCLE
 from longrecall.training.recipe import OptimizerRecipe
-from longrecall.training.recipe_sources import one_of, positive
 from longrecall.training.strict_yaml import apply_override, build, read_yaml
+from longrecall.value_rules import one_of, positive
 
 METRICS = ("accuracy", "whole_accuracy", "macro_accuracy")
 MATMUL_PRECISIONS = ("highest", "high", "medium")

@@ -9,16 +9,31 @@ nothing before it and is not scored):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longrecall.errors import UserError
+from longrecall.tasks.declaration import Declaration, Flag, Headline, ReportPart
 from longrecall.tasks.wording import Wording
+
+
+def _headlines(cells: Sequence[Mapping[str, Any]]) -> list[Headline]:
+    """Return the first and the last range of positions."""
+    ends = sorted({(cell["start"], cell["end"]) for cell in cells})
+    return [
+        Headline(
+            f"bits per byte at positions {start:,.0f} to {end:,.0f}",
+            metric="bits_per_byte",
+            part={"start": start},
+            more_is_better=False,
+        )
+        for start, end in dict.fromkeys([*ends[:1], *ends[-1:]])
+    ]
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,12 @@ class BitsPerByte:
         "are better.",
         lambda cell: f"at tokens {cell['start']} to {cell['end']}",
         shared=True,
+    )
+    declared: ClassVar[Declaration] = Declaration(
+        flags=(Flag("--windows", "windows", "N", "windows of text at most"),),
+        text_option="text",
+        averaged=False,
+        report=ReportPart(("bits_per_byte",), ("start", "end"), headlines=_headlines, shares=False),
     )
 
     def __post_init__(self) -> None:

@@ -14,16 +14,27 @@ stands before everything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longrecall.errors import UserError
+from longrecall.tasks.declaration import (
+    Declaration,
+    Flag,
+    Headline,
+    LineChart,
+    Make,
+    ReportPart,
+    TrainedTo,
+    TrainingSource,
+)
 from longrecall.tasks.encoding import IGNORE, Cell, PieceEncoder, Sample, TextEncoder, draw_integers, sample_generator
 from longrecall.tasks.wording import Wording
+from longrecall.value_rules import check_weight
 
 Ints = NDArray[np.int64]
 
@@ -124,6 +135,51 @@ def copying_sequence(
 
 
 @dataclass(frozen=True)
+class CopyingSource(TrainingSource):
+    """Random strings, each followed by its copy; only the copies are labelled."""
+
+    kind: ClassVar[str] = "copying"
+
+    lengths: tuple[int, int] = (5, 20)
+    """Fewest and most letters of a string; uniform between them."""
+    weight: float = 1.0
+    """Sequences from here, relative to the other sources."""
+
+    def __post_init__(self) -> None:
+        """Check the fields before anything runs."""
+        check_weight(self.weight)
+        if not 1 <= self.lengths[0] <= self.lengths[1]:
+            raise UserError(f"lengths must be [fewest, most] with 1 <= fewest <= most, got {list(self.lengths)}")
+
+    def sequences(self, pieces: PieceEncoder) -> Make:
+        """Return the function that makes a training sequence."""
+        return lambda generator, length: copying_sequence(generator, pieces, length, self.lengths)
+
+
+def _headlines(cells: Sequence[Mapping[str, Any]]) -> list[Headline]:
+    longest = max(cell["length"] for cell in cells)
+    return [Headline(f"copying: strings of {longest:,} letters", part={"length": longest})]
+
+
+_CHART = LineChart(
+    along="length",
+    heading="Copying by length",
+    title="Copying: share copied rightly by length of the string, a line per result file",
+    axis="letters of the string",
+    share="share copied",
+    caption="Share of random strings, and of their letters, that are copied rightly. Bars are 95% intervals.",
+    reading="How to read it: the further right a line stays high, the longer the strings that are copied.",
+    metrics={"accuracy": "whole strings", "character_accuracy": "single letters"},
+    trained=TrainedTo(
+        "trained",
+        "lengths",
+        "How to read it: a line that stays high to the right of the dotted mark copies strings longer than it was "
+        "trained on.",
+    ),
+)
+
+
+@dataclass(frozen=True)
 class Copying:
     """The evaluation task: cells ``{"length"}``, the letters of the string; one string per sample.
 
@@ -141,6 +197,14 @@ class Copying:
         "copying",
         "The model reads a string of random letters and must repeat it letter by letter.",
         lambda cell: f"for {cell['length']} letters",
+    )
+    declared: ClassVar[Declaration] = Declaration(
+        flags=(
+            Flag("--copy-trained", "trained", "N", "longest string of training in letters, which the report marks"),
+        ),
+        length_unit="letters",
+        source=CopyingSource,
+        report=ReportPart(("accuracy", "character_accuracy"), ("length",), headlines=_headlines, chart=_CHART),
     )
     token_metric: ClassVar[str] = "character_accuracy"
 

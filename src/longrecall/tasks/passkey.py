@@ -24,12 +24,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longrecall.errors import UserError, did_you_mean
+from longrecall.tasks.declaration import Declaration, Flag, Headline, Make, ReportPart, TrainingSource
 from longrecall.tasks.encoding import (
     IGNORE,
     ByteEncoder,
@@ -44,6 +45,8 @@ from longrecall.tasks.encoding import (
 )
 from longrecall.tasks.needles.grading import HIGHEST_GRADES, found, prefix_score
 from longrecall.tasks.wording import Wording, length_place
+from longrecall.units import format_length
+from longrecall.value_rules import check_weight, one_of, positive
 
 Ints = NDArray[np.int64]
 
@@ -210,6 +213,47 @@ def passkey_byte_batch(
 
 
 @dataclass(frozen=True)
+class PasskeySource(TrainingSource):
+    """Passkey prompts made on the fly; only the key is labelled."""
+
+    kind: ClassVar[str] = "passkey"
+
+    digits: int = 5
+    """Digits of the key."""
+    form: str = "statex"
+    """statex or infinitebench."""
+    label_needle: bool = False
+    """Also label the key's second mention inside the needle."""
+    weight: float = 1.0
+    """Sequences from here, relative to the other sources."""
+
+    def __post_init__(self) -> None:
+        """Check the fields before anything runs."""
+        check_weight(self.weight)
+        positive(self, "digits")
+        one_of("form", self.form, ("statex", "infinitebench"))
+
+    def sequences(self, pieces: PieceEncoder) -> Make:
+        """Return the function that makes a training sequence."""
+        return lambda generator, length: passkey_sequence(
+            generator, pieces, length, self.digits, self.form, self.label_needle
+        )
+
+
+def _headlines(cells: Sequence[Mapping[str, Any]]) -> list[Headline]:
+    longest = max(cell["length"] for cell in cells)
+    hardest = f"pass key: accuracy at {format_length(int(longest))} tokens"
+    return [Headline("pass key: accuracy, all cells"), Headline(hardest, part={"length": longest})]
+
+
+_FLAGS = (
+    Flag("--depths", "depths", "X,...", "places of the key", float),
+    Flag("--form", "form", "F", "statex or infinitebench", str),
+    Flag("--key-digits", "digits", "N", "digits of a key"),
+)
+
+
+@dataclass(frozen=True)
 class Passkey:
     """The evaluation task: cells ``{"length", "depth"}``, one key per sample.
 
@@ -229,6 +273,11 @@ class Passkey:
         "One number is hidden in a long text that says the same few sentences again and again; at the end the "
         "model is asked for it.",
         length_place,
+    )
+    declared: ClassVar[Declaration] = Declaration(
+        flags=_FLAGS,
+        source=PasskeySource,
+        report=ReportPart(("accuracy",), ("length", "depth"), headlines=_headlines),
     )
     version: ClassVar[int] = 1
 
@@ -276,6 +325,7 @@ class SpokenPasskey(Passkey):
         "As the pass key, a number hidden in a long repeated text, but the model answers in its own words.",
         length_place,
     )
+    declared: ClassVar[Declaration] = Declaration(flags=_FLAGS)
     highest_grades: ClassVar[Mapping[str, float]] = HIGHEST_GRADES
 
     def __post_init__(self) -> None:

@@ -23,8 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longrecall.errors import UserError
+from longrecall.tasks.declaration import Capacity, Declaration, Flag, Headline, Make, ReportPart, TrainingSource
 from longrecall.tasks.encoding import IGNORE, Cell, PieceEncoder, Sample, TextEncoder, draw_integers, sample_generator
-from longrecall.tasks.wording import Wording
+from longrecall.tasks.wording import Wording, listed
+from longrecall.units import parse_length
+from longrecall.value_rules import check_weight, positive
 
 Ints = NDArray[np.int64]
 
@@ -227,6 +230,50 @@ def _place(cell: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
+class PhonebookSource(TrainingSource):
+    """Dense recall text made on the fly: name -> number lines, then queries; only the queried numbers are labelled."""
+
+    kind: ClassVar[str] = "phonebook"
+
+    pairs: tuple[int, int] = (2, 16)
+    """Fewest and most entries of a book; uniform between them."""
+    letters: int = 2
+    """Letters of a name."""
+    digits: int = 2
+    """Digits of a number."""
+    weight: float = 1.0
+    """Sequences from here, relative to the other sources."""
+
+    def __post_init__(self) -> None:
+        """Check the fields before anything runs."""
+        check_weight(self.weight)
+        positive(self, "letters", "digits")
+        if not 1 <= self.pairs[0] <= self.pairs[1]:
+            raise UserError(f"pairs must be [fewest, most] with 1 <= fewest <= most, got {list(self.pairs)}")
+
+    def sequences(self, pieces: PieceEncoder) -> Make:
+        """Return the function that makes a training sequence."""
+        return lambda generator, length: phonebook_sequence(
+            generator, pieces, length, self.pairs, self.letters, self.digits
+        )
+
+
+def _headlines(cells: Sequence[Mapping[str, Any]]) -> list[Headline]:
+    asked = listed(sorted({cell["pairs"] for cell in cells}))
+    hardest = max(cell["pairs"] for cell in cells)
+    name = f"phone book: most pairs recalled at 90% or better, of {asked}"
+    return [
+        Headline(name, summary="phonebook.capacity", digits=0),
+        Headline("phone book: accuracy, all cells"),
+        Headline(f"phone book: accuracy at {hardest:g} pairs", part={"pairs": hardest}),
+    ]
+
+
+def _distance(text: str) -> int:
+    return 0 if text == "0" else parse_length(text)
+
+
+@dataclass(frozen=True)
 class Phonebook:
     """The evaluation task: cells ``{"pairs", "distance"}``, one sequence per sample, scored by answer.
 
@@ -251,6 +298,19 @@ class Phonebook:
         "The model reads a list of names, each with a number, and is then asked for the numbers of some of "
         "the names: the more pairs of name and number it can hold, the larger its memory.",
         _place,
+    )
+    declared: ClassVar[Declaration] = Declaration(
+        flags=(
+            Flag("--pairs", "pairs", "N,...", "associations"),
+            Flag("--distances", "distances", "N,...", "tokens of text before the queries", _distance),
+            Flag("--letters", "letters", "N", "letters of a name"),
+            Flag("--digits", "digits", "N", "digits of a number"),
+        ),
+        text_option="distractor",
+        source=PhonebookSource,
+        capacity=Capacity("pairs", apart="distance"),
+        averaged=False,
+        report=ReportPart(("accuracy",), ("pairs",), headlines=_headlines),
     )
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from longrecall.errors import UserError, did_you_mean
 from longrecall.tasks.babilong import Babilong
 from longrecall.tasks.bits_per_byte import BitsPerByte
 from longrecall.tasks.copying import Copying
+from longrecall.tasks.declaration import Declaration, ReportPart, TrainingSource
 from longrecall.tasks.encoding import Cell, ChoiceSample, PieceEncoder, QuestionSample, Sample
 from longrecall.tasks.in_context import InContext, MetaICL
 from longrecall.tasks.needles import TASKS as NEEDLES
@@ -127,14 +128,34 @@ class ChoiceTask(Protocol):
 Task = RecallTask | ChoiceTask | BitsPerByte
 
 _TASKS: dict[str, type[Any]] = {}
+TRAINING_SOURCES: dict[str, type[TrainingSource]] = {}
+"""What a training recipe calls a source -> its dataclass, of the tasks that declare one."""
 
 
 def register(task: type[Any]) -> None:
-    """Make a task class (a dataclass with a class variable `name`) known under its name; a taken name is refused."""
+    """Make a task class (a dataclass with a class variable `name`) known under its name.
+
+    Raises ValueError (a programming error) for a name, a training source or a flag that is taken.
+    """
     name = task.name
     if name in _TASKS:
         raise ValueError(f"task {name!r} is registered twice: {_TASKS[name].__qualname__} and {task.__qualname__}")
+    declared = declaration_of(task)
+    for other, theirs in ((known, declaration_of(known)) for known in _TASKS.values()):
+        taken = {flag.name for flag in theirs.flags} & {flag.name for flag in declared.flags}
+        if taken and theirs.flags != declared.flags:
+            raise ValueError(f"task {name!r} declares {', '.join(sorted(taken))}, which {other.name!r} has already")
+    if declared.source is not None:
+        if declared.source.kind in TRAINING_SOURCES:
+            raise ValueError(f"training source {declared.source.kind!r} is registered twice")
+        TRAINING_SOURCES[declared.source.kind] = declared.source
     _TASKS[name] = task
+
+
+def declaration_of(task: Any) -> Declaration:
+    """Return what a task (its name, its class, or an object of it) declares; an empty one for tasks of other makers."""
+    own = getattr(_TASKS.get(task) if isinstance(task, str) else task, "declared", None)
+    return own if isinstance(own, Declaration) else Declaration()
 
 
 register(Phonebook)
@@ -161,6 +182,12 @@ def task_class(name: str) -> type[Any]:
         hint = did_you_mean(name, _TASKS, most=3)
         raise UserError(f'unknown task "{name}"; known tasks: {", ".join(_TASKS)}.{hint}')
     return _TASKS[name]
+
+
+def report_parts(shares: bool) -> dict[str, ReportPart]:
+    """Return task -> its part of a report, of those that measure shares of right answers, or of the others."""
+    declared = {name: declaration_of(name).report for name in _TASKS}
+    return {name: part for name, part in declared.items() if part is not None and part.shares == shares}
 
 
 def wording_of(name: str) -> Wording:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+_MOST_LISTED = 8
+
+
+def listed(numbers: Sequence[float]) -> str:
+    """Return numbers as a list, or as a range where they are many."""
+    if len(numbers) > _MOST_LISTED:
+        return f"{len(numbers)} numbers from {numbers[0]:g} to {numbers[-1]:g}"
+    return ", ".join(f"{number:g}" for number in numbers)
 
 
 def plain_place(cell: Mapping[str, Any]) -> str:

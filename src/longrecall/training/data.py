@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
 from longrecall.errors import UserError
+from longrecall.tasks.declaration import TrainingSource
+from longrecall.tasks.encoding import PieceEncoder
 from longrecall.training import recipe_sources as recipes
 from longrecall.training.corpus import Corpus, JsonlCorpus, ParquetCorpus, TextCorpus, find_files
 from longrecall.training.recipe import DataRecipe
@@ -26,7 +28,6 @@ from longrecall.training.sources import (
     TokenSequence,
     random_generator,
 )
-from longrecall.training.task_sources import open_task_source
 
 MIN_CHUNK_BYTES = 16 * 1024
 CHUNK_BYTES_PER_TOKEN = 64
@@ -184,8 +185,8 @@ def open_source(
     source: AnySource, tokenizer: Any, length: int, shard: Shard, rows: int | None = None
 ) -> SequenceSource:
     """Return the stream that a source of the recipe describes; `rows`: text read by so many rows (`CorpusSource`)."""
-    if isinstance(source, recipes.TaskRecipe):
-        return open_task_source(source, tokenizer, length, shard)
+    if isinstance(source, TrainingSource):
+        return TaskSource(source.kind, source.sequences(PieceEncoder(tokenizer)), length, shard)
     encode = DocumentEncoder(tokenizer)
     if isinstance(source, recipes.HubSource):
         return HubSource(source.name, source.config, source.split, source.column, encode, length, shard)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from longrecall.errors import UserError
-from longrecall.training.recipe_sources import SOURCES, AnySource, one_of, positive, share
+from longrecall.training.recipe_sources import SOURCES, AnySource
 from longrecall.training.recipe_states import INITIAL_STATES, AnyInitialState, TruncatedBpttRecipe, ZeroState
 from longrecall.training.strict_yaml import Tagged, apply_override, build, read_yaml
 from longrecall.units import parse_length
+from longrecall.value_rules import one_of, positive, share
 
 Length = Annotated[int, parse_length]
 """Tokens: 512, 4k, 1m."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from longrecall.errors import UserError
-from longrecall.training.recipe_sources import one_of, positive, share
+from longrecall.value_rules import one_of, positive, share
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ this package's own; so is the form of the prompt, which has no instruction and n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ from longrecall.tasks.babilong.wording import (
     tell,
 )
 from longrecall.tasks.babilong.world import Draws
+from longrecall.tasks.declaration import Declaration, Flag, Headline, Make, ReportPart, TrainingSource
 from longrecall.tasks.encoding import (
     IGNORE,
     ByteEncoder,
@@ -46,7 +47,10 @@ from longrecall.tasks.encoding import (
     TextEncoder,
     sample_generator,
 )
+from longrecall.tasks.text import read_text
 from longrecall.tasks.wording import Wording, length_place
+from longrecall.units import format_length
+from longrecall.value_rules import check_weight, one_of, positive
 
 Ints = NDArray[np.int64]
 Bounds = tuple[int, int]
@@ -222,6 +226,44 @@ def babilong_byte_batch(
 
 
 @dataclass(frozen=True)
+class BabilongSource(TrainingSource):
+    """Stories told among the sentences of a book, then questions; only the answers are labelled."""
+
+    kind: ClassVar[str] = "babilong"
+
+    tasks: tuple[str, ...] = TASKS
+    """Types of story, equally likely."""
+    questions: int = 1
+    """Questions about a story."""
+    path: str | None = None
+    """A UTF-8 text file, the book; none = the one that ships."""
+    weight: float = 1.0
+    """Sequences from here, relative to the other sources."""
+
+    def __post_init__(self) -> None:
+        """Check the fields before anything runs."""
+        check_weight(self.weight)
+        positive(self, "questions")
+        if not self.tasks:
+            raise UserError("tasks is empty; name at least one")
+        for task in self.tasks:
+            one_of("tasks", task, TASKS)
+
+    def sequences(self, pieces: PieceEncoder) -> Make:
+        """Return the function that makes a training sequence; the book of `path` is read here."""
+        text = None if self.path is None else read_text(self.path)
+        return lambda generator, length: babilong_sequence(
+            generator, pieces, length, self.tasks, text, questions=self.questions
+        )
+
+
+def _headlines(cells: Sequence[Mapping[str, Any]]) -> list[Headline]:
+    longest = max(cell["length"] for cell in cells)
+    hardest = f"stories: accuracy at {format_length(int(longest))} tokens"
+    return [Headline("stories: accuracy, all cells"), Headline(hardest, part={"length": longest})]
+
+
+@dataclass(frozen=True)
 class Babilong:
     """The evaluation task: cells ``{"task", "length"}``, one story and one question per sample.
 
@@ -244,6 +286,12 @@ class Babilong:
         "The sentences of a small story are scattered through a book; the question at the end needs one of them, or "
         "several put together.",
         length_place,
+    )
+    declared: ClassVar[Declaration] = Declaration(
+        flags=(Flag("--qa", "tasks", "Q,...", "types of question", str),),
+        text_option="haystack",
+        source=BabilongSource,
+        report=ReportPart(("accuracy", "exact_match"), ("length",), ("task",), _headlines),
     )
 
     def __post_init__(self) -> None:

@@ -39,6 +39,7 @@ from typing import ClassVar
 import numpy as np
 
 from longrecall.errors import UserError
+from longrecall.tasks.declaration import Declaration
 from longrecall.tasks.encoding import (
     IGNORE,
     Cell,
@@ -84,6 +85,7 @@ class Needles:
     shortest_prefix: int = 1
 
     name: ClassVar[str]
+    declared: ClassVar[Declaration] = Declaration(text_option="haystack")
     version: ClassVar[int] = 1
     highest_grades: ClassVar[Mapping[str, float]] = HIGHEST_GRADES
 
@@ -226,6 +228,7 @@ class NiahSingle1(Needles):
     """One needle with a number in a noise line that repeats."""
 
     name: ClassVar[str] = "niah_single_1"
+    declared: ClassVar[Declaration] = Declaration()
     wording: ClassVar[Wording] = Wording(
         "one needle in noise",
         "One number is hidden in a long text of one repeated line; the model is asked for it.",
@@ -270,6 +273,7 @@ class NiahMultikey2(Needles):
     """One needle among needles with other keys."""
 
     name: ClassVar[str] = "niah_multikey_2"
+    declared: ClassVar[Declaration] = Declaration()
     wording: ClassVar[Wording] = Wording(
         "a needle among needles",
         "The whole text is made of sentences that each give a name its number; the model is asked for one of them.",
@@ -281,6 +285,7 @@ class NiahMultikey3(Needles):
     """One needle among needles with other keys; keys and values are UUIDs."""
 
     name: ClassVar[str] = "niah_multikey_3"
+    declared: ClassVar[Declaration] = Declaration()
     wording: ClassVar[Wording] = Wording(
         "a long needle among needles",
         "The whole text is made of sentences that each give a code its own code; the model is asked for one of them.",

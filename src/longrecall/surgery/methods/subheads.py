@@ -20,23 +20,34 @@ its head's. Why preserve learns: o_j is not zero, so scale_j moves at the first 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from longrecall.errors import UserError
 from longrecall.layers.descriptions.expansion import MOST, ExpansionConfig
 from longrecall.surgery.fresh import MEASURED, SIZES, USUAL, measured_bound, uniform, usual_bound
 from longrecall.surgery.handover import handover_mixer, handover_tensors
-from longrecall.surgery.registry import Method, MixerDescription, Option, Plan, Tensors, register
+from longrecall.surgery.method import Method, MixerDescription, Option, Plan, Tensors
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 SUPPORTED = ("preserve", "perturb", "handover", "reinit")
 GATES = ("a_proj.weight", "b_proj.weight", "A_log", "dt_bias", "gk_proj.1.weight", "gk_proj.1.bias")
 """Tensors with rows for every state head (or its channels): decay and beta."""
 
 OPTIONS = (
-    Option("factor", int, 4, SUPPORTED, "number of subheads that every head becomes", least=2, most=MOST),
+    Option(
+        "factor",
+        int,
+        4,
+        SUPPORTED,
+        "number of subheads that every head becomes",
+        least=2,
+        most=MOST,
+        flag="--factor",
+        letter="E",
+    ),
     Option(
         "fresh",
         str,
@@ -89,6 +100,8 @@ def transform(
 
     `tensors` holds `mixer_norm.weight` and everything under `mixer.` with the shapes of docs/architecture.md.
     """
+    import torch
+
     if init == "handover":
         return handover_tensors(tensors, transform(mixer, tensors, "reinit", options, generator))
     heads, old = int(mixer["num_heads"]), _present(mixer, init)
@@ -120,6 +133,8 @@ def _queries_or_keys(
     generator: torch.Generator,
 ) -> Tensors:
     """Return projection, expansion and convolution of q or k."""
+    import torch
+
     heads, width, old = int(mixer["num_heads"]), int(mixer["key_dim"]), _present(mixer, init)
     new = old * int(options["factor"])
     names = {part: f"mixer.{side}_{part}.weight" for part in ("proj", "expand", "conv")}
@@ -184,15 +199,14 @@ def _gates(mixer: MixerDescription) -> tuple[str, ...]:
     return having[str(mixer["type"])]
 
 
-METHOD = register(
-    Method(
-        name="subheads",
-        summary="more subheads per head: Gated DeltaNet, DeltaNet, GLA",
-        mixers=("gated_delta_net", "delta_net", "gla"),
-        inits=SUPPORTED,
-        options=OPTIONS,
-        plan=plan,
-        transform=transform,
-        senseless=(("inherit", "subheads that copy their head are twins, which get equal gradients and never part"),),
-    )
+METHOD = Method(
+    name="subheads",
+    summary="more subheads per head",
+    mixers=("gated_delta_net", "delta_net", "gla"),
+    mixer_names="Gated DeltaNet, DeltaNet, GLA",
+    inits=SUPPORTED,
+    options=OPTIONS,
+    plan=plan,
+    transform=transform,
+    senseless=(("inherit", "subheads that copy their head are twins, which get equal gradients and never part"),),
 )

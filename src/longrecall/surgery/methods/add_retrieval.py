@@ -21,17 +21,16 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
 from longrecall.errors import UserError
 from longrecall.layers.descriptions.retrieval import BLENDS, SELECTORS, RetrievalConfig
 from longrecall.layers.mixers.registry import mixer_config
-from longrecall.layers.retrieval.weights import START_TEMPERATURE
 from longrecall.surgery.fresh import uniform, usual_bound
-from longrecall.surgery.registry import ANY_MIXER, Method, MixerDescription, Option, Plan, Tensors, register
+from longrecall.surgery.method import ANY_MIXER, Method, MixerDescription, Option, Plan, Tensors
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from longrecall.models.config import RecurrentConfig
 
 SUPPORTED = ("preserve", "perturb", "reinit")
@@ -39,8 +38,17 @@ SIZES = ("chunk", "top_k", "selector", "encoder_dim", "num_heads", "head_dim", "
 """Options that are fields of the layer's description too."""
 
 OPTIONS = (
-    Option("chunk", int, RetrievalConfig.chunk, SUPPORTED, "tokens of a chunk", least=1),
-    Option("top_k", int, RetrievalConfig.top_k, SUPPORTED, "number of chunks that a token reads", least=1),
+    Option("chunk", int, RetrievalConfig.chunk, SUPPORTED, "tokens of a chunk", least=1, flag="--chunk", letter="U"),
+    Option(
+        "top_k",
+        int,
+        RetrievalConfig.top_k,
+        SUPPORTED,
+        "number of chunks that a token reads",
+        least=1,
+        flag="--top-k",
+        letter="K",
+    ),
     Option(
         "selector",
         str,
@@ -48,9 +56,29 @@ OPTIONS = (
         SUPPORTED,
         "way to choose chunks: weighted trains the encoders, hard (the paper's) leaves them as they start",
         choices=SELECTORS,
+        flag="--selector",
+        letter="S",
     ),
-    Option("encoder_dim", int, RetrievalConfig.encoder_dim, SUPPORTED, "width of chunk vectors", least=1),
-    Option("num_heads", int, RetrievalConfig.num_heads, SUPPORTED, "number of attention heads", least=1),
+    Option(
+        "encoder_dim",
+        int,
+        RetrievalConfig.encoder_dim,
+        SUPPORTED,
+        "width of chunk vectors",
+        least=1,
+        flag="--encoder-dim",
+        letter="N",
+    ),
+    Option(
+        "num_heads",
+        int,
+        RetrievalConfig.num_heads,
+        SUPPORTED,
+        "number of attention heads",
+        least=1,
+        flag="--heads",
+        letter="H",
+    ),
     Option("head_dim", int, RetrievalConfig.head_dim, SUPPORTED, "width of an attention head", least=1),
     Option("kv_heads", int, RetrievalConfig.kv_heads, SUPPORTED, "number of key-value heads", least=1),
     Option(
@@ -112,7 +140,7 @@ def transform(
         result[f"mixer.base.{name.removeprefix('mixer.')}" if inner else name] = tensor
     hidden = tensors["mixer_norm.weight"].numel()
     # Norms and time constants may be kept in float32 beside half-precision matrices, which hold most of the numbers.
-    dtype = max(tensors.values(), key=Tensor.numel).dtype
+    dtype = max(tensors.values(), key=lambda tensor: tensor.numel()).dtype
     alpha = 1.0 if init == "preserve" else float(options["alpha"])
     fresh = _fresh(hidden, alpha, options, generator)
     return result | {f"mixer.{name}": tensor.to(dtype) for name, tensor in fresh.items()}
@@ -120,9 +148,13 @@ def transform(
 
 def _fresh(hidden: int, alpha: float, options: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
     """Return every tensor of the retrieval layer beside its base, in float32."""
+    import torch
+
+    from longrecall.layers.retrieval.weights import START_TEMPERATURE
+
     scale, width = float(options["noise_scale"]), int(options["head_dim"])
     queries, keys = int(options["num_heads"]) * width, int(options["kv_heads"]) * width
-    isometry = nn.init.orthogonal_(torch.empty(int(options["encoder_dim"]), hidden), generator=generator)
+    isometry = torch.nn.init.orthogonal_(torch.empty(int(options["encoder_dim"]), hidden), generator=generator)
     shapes = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
     shapes["o_proj"] = (hidden, queries)
     result = {"chunk_encoder.weight": isometry, "query_encoder.weight": isometry.clone()}
@@ -146,19 +178,17 @@ def _trained(options: Mapping[str, Any]) -> list[str]:
     return names + (["blend.weight"] if options["blend"] == "input" else [])
 
 
-METHOD = register(
-    Method(
-        name="add_retrieval",
-        summary="retrieval beside the mixer: any mixer",
-        mixers=ANY_MIXER,
-        inits=SUPPORTED,
-        options=OPTIONS,
-        plan=plan,
-        transform=transform,
-        senseless=(
-            ("handover", "the blend moves from the old mixer to the new layer by itself, beginning at preserve"),
-            ("inherit", "the old layer has no retrieval whose weights could be taken over"),
-        ),
-        check_model=check_model,
-    )
+METHOD = Method(
+    name="add_retrieval",
+    summary="retrieval beside the mixer",
+    mixers=ANY_MIXER,
+    inits=SUPPORTED,
+    options=OPTIONS,
+    plan=plan,
+    transform=transform,
+    senseless=(
+        ("handover", "the blend moves from the old mixer to the new layer by itself, beginning at preserve"),
+        ("inherit", "the old layer has no retrieval whose weights could be taken over"),
+    ),
+    check_model=check_model,
 )

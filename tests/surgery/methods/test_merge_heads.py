@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longrecall.layers.mixers.registry import mixer_config
-from longrecall.surgery.expand import Operation
+from longrecall.surgery.expansion import Operation
 
 WIDTH = 12
 KINDS: dict[str, dict[str, Any]] = {

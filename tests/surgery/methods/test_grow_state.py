@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longrecall.layers.mixers.registry import mixer_config
-from longrecall.surgery.expand import Operation
+from longrecall.surgery.expansion import Operation
 from longrecall.surgery.fresh import layer_generator
 
 WIDTH = 12

@@ -16,7 +16,6 @@ from torch import Tensor
 from longrecall.errors import UserError
 from longrecall.models.accounting import ModelAccount, account, retrieval_bytes
 from longrecall.models.config import RecurrentConfig
-from longrecall.surgery import add_retrieval, grow_state, merge_heads, subheads
 from longrecall.surgery.fresh import layer_generator
 from longrecall.surgery.handover import finished_config
 from longrecall.surgery.inside_retrieval import (
@@ -27,16 +26,14 @@ from longrecall.surgery.inside_retrieval import (
     works_inside,
 )
 from longrecall.surgery.layer_selection import select_layers
-from longrecall.surgery.registry import Method, Plan, Tensors, find_method
+from longrecall.surgery.method import Method, Plan, Tensors
+from longrecall.surgery.registry import check_mixer, find_method
 from longrecall.surgery.streaming import check_places, write_checkpoint
 from longrecall.surgery.summary import ExpansionSummary, layer_changes
 from longrecall.version import __version__
 
 if TYPE_CHECKING:
     from longrecall.models.checkpoint import Checkpoint
-
-# The modules register their methods when they are imported; naming them keeps the imports from looking unused.
-BUILT_IN = (merge_heads.METHOD, grow_state.METHOD, subheads.METHOD, add_retrieval.METHOD)
 
 UNKNOWN_CONTEXT = 4096
 """Tokens at which caches are counted when a checkpoint does not say how long its training sequences were."""
@@ -66,7 +63,7 @@ class Operation:
         """Return what one layer becomes; raise UserError, naming the layer, when this operation does not fit it."""
         inside = works_inside(self.method, mixer)
         target = mixer["base"] if inside else mixer
-        self.method.check_mixer(layer, target)
+        check_mixer(self.method, layer, target)
         if inside:
             check_init_inside(layer, self.init)
         try:

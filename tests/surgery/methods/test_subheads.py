@@ -20,11 +20,11 @@ from longrecall.models.config import RecurrentConfig
 from longrecall.models.loading import load
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.surgery import expand, finish_checkpoint
-from longrecall.surgery.expand import Operation
+from longrecall.surgery.expansion import Operation
 
 Build = Callable[..., RecurrentLM]
 KINDS = ("gated_delta_net", "gated_delta_net_shared", "delta_net", "gla_conv", "gla")
-VECTORS = Path(__file__).parent.parent / "models" / "vectors"
+VECTORS = Path(__file__).parents[2] / "models" / "vectors"
 FOREIGN = sorted(path.name for path in VECTORS.iterdir() if "retnet" not in path.name)
 PREFIX = "model.layers.0.mixer."
 

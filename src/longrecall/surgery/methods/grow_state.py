@@ -26,21 +26,32 @@ first step and B, which C then multiplies, from the second. With B and C both ze
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from longrecall.errors import UserError
 from longrecall.surgery.fresh import MEASURED, SIZES, USUAL, measured_bound, uniform, usual_bound
 from longrecall.surgery.handover import handover_mixer, handover_tensors
-from longrecall.surgery.registry import INITS, Method, MixerDescription, Option, Plan, Tensors, register
+from longrecall.surgery.method import INITS, Method, MixerDescription, Option, Plan, Tensors
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _WITH_NOISE = ("preserve", "perturb", "handover", "reinit")
 
 OPTIONS = (
     Option("state_dim", int, None, INITS, "new state_dim, channels per group (instead of factor)", least=2),
-    Option("factor", int, 4, INITS, "multiple of the old state_dim that the new one is", least=2, excludes="state_dim"),
+    Option(
+        "factor",
+        int,
+        4,
+        INITS,
+        "multiple of the old state_dim that the new one is",
+        least=2,
+        excludes="state_dim",
+        flag="--factor",
+        letter="E",
+    ),
     Option(
         "fresh",
         str,
@@ -123,6 +134,8 @@ def _grow(
     options: Mapping[str, Any],
     generator: torch.Generator,
 ) -> Tensor:
+    import torch
+
     tensor = tensors[f"mixer.{name}"]
     groups, old = int(mixer["groups"]), int(mixer["state_dim"])
     extra = _target(old, options) - old
@@ -147,6 +160,8 @@ def _perturbed(
     rows: Tensor, extra: int, shrink: float, loudness: float, bound: float, generator: torch.Generator
 ) -> Tensor:
     """Return rows [G, N, ...] shrunk, with `loudness` times fresh numbers on them, and `extra` fresh channels."""
+    import torch
+
     groups, old, *shape = rows.shape
     noise = uniform((groups, old + extra, *shape), bound, generator)
     return torch.cat([shrink * rows + loudness * noise[:, :old], noise[:, old:]], 1)
@@ -156,6 +171,8 @@ def _fill(
     part: str, name: str, rows: Tensor, extra: int, init: str, bound: float, generator: torch.Generator
 ) -> Tensor:
     """Return rows [G, N, ...] with `extra` channels more per group, filled as the table of this module says."""
+    import torch
+
     groups, old, *shape = rows.shape
     if init == "reinit":
         return uniform((groups, old + extra, *shape), bound, generator)
@@ -179,6 +196,8 @@ def _bound(name: str, rows: Tensor, tensors: Tensors, init: str, options: Mappin
 
 def _statex_scalars(tensors: Tensors) -> Tensors:
     """Return what StateX's published code resets beside B and C: A_log = log(1..H), dt_bias = 1, gated norm = 1."""
+    import torch
+
     a_log, dt_bias, norm = (tensors[f"mixer.{name}"] for name in ("A_log", "dt_bias", "norm.weight"))
     return {
         "mixer.A_log": torch.arange(1, a_log.numel() + 1, dtype=torch.float32).log().to(a_log.dtype),
@@ -187,14 +206,13 @@ def _statex_scalars(tensors: Tensors) -> Tensors:
     }
 
 
-METHOD = register(
-    Method(
-        name="grow_state",
-        summary="a larger state_dim: Mamba-2",
-        mixers=("mamba2",),
-        inits=INITS,
-        options=OPTIONS,
-        plan=plan,
-        transform=transform,
-    )
+METHOD = Method(
+    name="grow_state",
+    summary="a larger state_dim",
+    mixers=("mamba2",),
+    mixer_names="Mamba-2",
+    inits=INITS,
+    options=OPTIONS,
+    plan=plan,
+    transform=transform,
 )

@@ -19,15 +19,16 @@ convolutions, the decay): with `preserve` they keep their values, but it is they
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from longrecall.errors import UserError
 from longrecall.surgery.fresh import MEASURED, SIZES, USUAL, measured_bound, uniform, usual_bound, xavier_bound
 from longrecall.surgery.handover import handover_mixer, handover_tensors
-from longrecall.surgery.registry import INITS, Method, MixerDescription, Option, Plan, Tensors, register
+from longrecall.surgery.method import INITS, Method, MixerDescription, Option, Plan, Tensors
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 XAVIER_GAIN = 2.0**-2.5
 """The gain at which GLA's authors, and StateX's code, initialise the projections of a block."""
@@ -72,6 +73,8 @@ def transform(
 
     `tensors` holds `mixer_norm.weight` and everything under `mixer.` with the shapes of docs/architecture.md.
     """
+    import torch
+
     heads = int(mixer["num_heads"])
     if init == "reinit":
         return _one_head(heads, tensors, generator)
@@ -99,6 +102,8 @@ def _perturbed(weight: Tensor, options: Mapping[str, Any], generator: torch.Gene
 
 def _one_head(heads: int, tensors: Tensors, generator: torch.Generator) -> Tensors:
     """Return StateX's re-initialised block: one head, every linear xavier-uniform, biases 0, norms 1."""
+    import torch
+
     fresh: Tensors = {}
     # Sorted, so that the numbers do not depend on how the checkpoint orders or shards its tensors.
     for name, old in sorted(tensors.items()):
@@ -135,14 +140,13 @@ def _block_names(mixer: MixerDescription) -> list[str]:
     return names
 
 
-METHOD = register(
-    Method(
-        name="merge_heads",
-        summary="all heads share one state: GLA, RetNet",
-        mixers=("gla", "retnet"),
-        inits=INITS,
-        options=OPTIONS,
-        plan=plan,
-        transform=transform,
-    )
+METHOD = Method(
+    name="merge_heads",
+    summary="all heads share one state",
+    mixers=("gla", "retnet"),
+    mixer_names="GLA, RetNet",
+    inits=INITS,
+    options=OPTIONS,
+    plan=plan,
+    transform=transform,
 )

@@ -22,12 +22,12 @@ from longrecall.models.config import RecurrentConfig
 from longrecall.models.loading import load
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.surgery import expand
-from longrecall.surgery.expand import Operation
+from longrecall.surgery.expansion import Operation
 from tests.conftest import MIXERS
 from tests.surgery.conftest import SMALL, operate_on
 
 Build = Callable[..., RecurrentLM]
-VECTORS = Path(__file__).parent.parent / "models" / "vectors"
+VECTORS = Path(__file__).parents[2] / "models" / "vectors"
 OPTIONS = SMALL["add_retrieval"]
 FLAGS = ["--chunk", "5", "--top-k", "2", "--encoder-dim", "12", "--heads", "4", "--set", "head_dim=6"]
 PREFIX = "model.layers.0.mixer."
@@ -228,7 +228,7 @@ def test_from_expand_to_report(kind: str, tmp_path: Path, capsys: pytest.Capture
     values = [json.loads(Path(file).read_text())["results"][0] for file in results]
     assert values[0]["value"] == values[1]["value"]
     (tmp_path / "books.txt").write_text("the quick brown fox jumps over the lazy dog again and again\n" * 60)
-    recipe = ["train", str(Path(__file__).parents[2] / "recipes" / "retrieval.yaml")]
+    recipe = ["train", str(Path(__file__).parents[3] / "recipes" / "retrieval.yaml")]
     for override in (f"model.checkpoint={wide}", f"data.sources.0.path={tmp_path / 'books.txt'}", "run.batch_size=2"):
         recipe += ["--set", override]
     for override in ("data.context_length=48", "data.sources.1.pairs=[2, 3]", "run.tokens=null", f"run.output={out}"):
