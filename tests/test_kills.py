@@ -178,6 +178,7 @@ def ends_as_if_never_killed(server: Server, case: Case, folder: Path, expected: 
     assert contents(folder / case.out) == expected
     left = [path.name for path in folder.iterdir() if path.name.startswith(f"{case.out}.")]
     assert left == []
+    assert list(folder.rglob(".*")) == []  # nor half-written files and folders, nor locks
     for path in folder.glob(f"{case.out}*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 

@@ -158,10 +158,12 @@ def test_no_output_lies_in_a_checkpoint(tmp_path: Path) -> None:
 
 def test_the_remains_of_killed_writers_go_when_the_next_one_comes(tmp_path: Path) -> None:
     remains, others = tmp_path / ".out.json.0123456789abcdef.tmp", tmp_path / ".other.json.0123456789abcdef.tmp"
-    remains.touch()
-    others.touch()
+    folder = tmp_path / ".out.json.abcdef0123456789.tmp"
+    folder.mkdir()
+    for path in (remains, folder / "out.json", others):
+        path.touch()
     with claim_file(tmp_path / "out.json"):
-        assert not remains.exists() and others.exists()
+        assert not remains.exists() and not folder.exists() and others.exists()
 
 
 def test_a_folder_behind_a_link_is_written_in_and_not_replaced(tmp_path: Path) -> None:

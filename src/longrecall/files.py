@@ -7,9 +7,10 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def write_text(path: str | Path, text: str, advice: str = ELSEWHERE) -> None:
     try:
         place = place_of(path)
         place.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = new_beside(place)
+        handle, temporary = _new_beside(place)
         with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
         os.replace(temporary, place)
@@ -121,7 +122,7 @@ def cannot_write(path: str | Path, error: OSError, advice: str) -> UserError:
 def make_readable(path: str | Path) -> None:
     """Give a new file the permissions of any other that the user writes; safetensors makes private ones."""
     # Those of a file that is made for this alone: the mask can only be read by setting it, for all threads.
-    handle, other = new_beside(Path(path))
+    handle, other = _new_beside(Path(path))
     try:
         os.chmod(path, stat.S_IMODE(os.fstat(handle).st_mode))
     finally:
@@ -129,19 +130,44 @@ def make_readable(path: str | Path) -> None:
         os.unlink(other)
 
 
-def new_beside(path: Path) -> tuple[int, str]:
-    """Open a new hidden file in the folder of `path`, to be written; mkstemp would make a private one."""
-    name = str(path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp")
-    return os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), name
+@contextlib.contextmanager
+def written_apart(place: Path) -> Iterator[Path]:
+    """Give a name to write; what is there at the end of the block gets the name `place`, unless an exception comes.
+
+    It lies in a hidden folder beside `place`: libraries that write a file may put one of their own beside it, under a
+    name that nobody could know again after a kill.
+    """
+    folder = _temporary(place)
+    folder.mkdir()
+    try:
+        path = folder / place.name
+        yield path
+        os.replace(path, place)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_temporary(path: Path) -> None:
-    """Remove the temporary files that killed writers of `path` have left; only for its one writer (`outputs`)."""
+    """Remove what killed writers of the file `path` have left beside it; only for its one writer (`outputs`)."""
     name = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{16}\.tmp")
     with contextlib.suppress(OSError):  # a folder may be written and not read
         for entry in path.parent.iterdir():
-            if name.fullmatch(entry.name):
+            if not name.fullmatch(entry.name):
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
                 entry.unlink(missing_ok=True)
+
+
+def _new_beside(path: Path) -> tuple[int, str]:
+    """Open a new hidden file in the folder of `path`, to be written; mkstemp would make a private one."""
+    name = str(_temporary(path))
+    return os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), name
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def check_replaceable(folder: Path) -> None:

@@ -120,9 +120,11 @@ def test_a_journal_of_another_diagnosis_is_not_mixed_in(
     with pytest.raises(UserError, match=rf"cannot resume .*other settings \({named}\)"):
         run(model, tokenizer, out=out, resume=True, **change)
     assert partial.read_bytes() == old
-    # Without resume it begins anew.
-    with Interrupter(model, 0), pytest.raises(KeyboardInterrupt):
+    with pytest.raises(UserError, match="partial holds the work of a run that was interrupted"):
         run(model, tokenizer, out=out, **change)
+    assert partial.read_bytes() == old
+    with Interrupter(model, 0), pytest.raises(KeyboardInterrupt):
+        run(model, tokenizer, out=out, force=True, **change)
     assert len(partial.read_text().splitlines()) == 1
 
 
@@ -152,7 +154,7 @@ def test_what_diverges_is_kept_too(tokenizer: Any, tmp_path: Path) -> None:
         run(model, tokenizer, out=whole)
     for after in (6, counter.passes // 2, counter.passes - 2):
         with Interrupter(model, after), pytest.raises(KeyboardInterrupt):
-            run(model, tokenizer, out=out)
+            run(model, tokenizer, out=out, force=True)
         result = run(model, tokenizer, out=out, resume=True)
         assert out.read_bytes() == whole.read_bytes()
     assert {entry["part"] for entry in result["divergence"]} == {"perplexity", "remembrance", "recall"}

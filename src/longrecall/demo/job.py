@@ -128,15 +128,15 @@ def _report(out: Path, runs: Sequence[TrainingProcess]) -> None:
 def _prepare(out: Path, force: bool) -> None:
     """Leave the marker of a begun demo alone in `out`, or with what the user has put beside an interrupted one."""
     held = [entry for entry in out.iterdir() if entry.name != LOCK_FILE]
-    if held and not force:
-        if not (out / MARKER).exists():
-            raise UserError(f"{out} is not empty and no demo wrote it; {_ELSEWHERE} or give --force")
-        if _finished(out):
-            raise UserError(f"{out} holds a finished demo; --force replaces it by a new one, or {_ELSEWHERE}")
-    if held:
-        check_replaceable(out)
+    if held and not force and not (out / MARKER).exists():
+        raise UserError(f"{out} is not empty and no demo wrote it; {_ELSEWHERE} or give --force")
     for label in RUNS:  # a demo that was killed has left its children alone, and they may still be at work
         refuse_busy(out / "work" / label, _ELSEWHERE)
+    if held and not force and _finished(out):
+        shutil.rmtree(out / "work", ignore_errors=True)  # a kill may have come before it was
+        raise UserError(f"{out} holds a finished demo; --force replaces it by a new one, or {_ELSEWHERE}")
+    if held:
+        check_replaceable(out)
     try:
         # First the marker, then the rest goes: a kill in between must not leave a folder that no demo wrote.
         write_json(out / MARKER, {"unfinished": True})

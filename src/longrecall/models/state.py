@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longrecall.errors import UserError
-from longrecall.files import make_readable, new_beside, place_of
+from longrecall.files import make_readable, place_of, written_apart
 from longrecall.layers.mixers.base import LayerState
 
 FORMAT = "longrecall-state-1"
@@ -109,23 +107,15 @@ class RecurrentState:
         # safetensors cannot hold a tensor and its view; clone what shares storage, such as expanded rows.
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         metadata = {"format": FORMAT, "fingerprint": fingerprint, "length": json.dumps(self.length)}
-        temporary = None
         try:
             place = place_of(path)
             place.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = new_beside(place)
-            os.close(handle)
-            save_file(tensors, temporary, metadata=metadata)
-            make_readable(temporary)
-            os.replace(temporary, place)
-            temporary = None
+            with written_apart(place) as apart:
+                save_file(tensors, apart, metadata=metadata)
+                make_readable(apart)
         except (OSError, SafetensorError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             raise UserError(f"cannot write the state file {path}: {reason}; choose another place") from error
-        finally:
-            if temporary is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
 
     @classmethod
     def load(cls, path: str | Path, model: _Owner) -> RecurrentState:
