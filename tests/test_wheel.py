@@ -77,7 +77,7 @@ def run(home: Path, *words: str) -> str:
 def test_the_whole_job(home: Path) -> None:
     assert run(home, "--version").startswith("longrecall ")
     table = run(home, "demo", "--steps", "2", "--samples", "8")
-    assert "recall among 8 pairs" in table
+    assert "phone book among 8 pairs" in table
     made = home / "work" / "runs" / "demo"
     assert "<svg" in (made / "report.html").read_text(encoding="utf-8")
     for result in ("before", "after", "control"):
