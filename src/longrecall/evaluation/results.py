@@ -165,9 +165,8 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, float | int | None]:
 
     The capacity of tasks that declare one, such as ``phonebook.capacity`` (at the shortest distance;
     ``phonebook.capacity.distance=N`` for the others), ``bits_per_byte`` (over all positions), and of every other task
-    the mean over cells of its first metric, such as
-    ``passkey.accuracy``, also by length and by type of question where cells say them: ``passkey.accuracy.length=512``,
-    ``babilong.accuracy.task=qa1``.
+    the mean over cells of its first metric, such as ``passkey.accuracy``, also by length and by type of question where
+    cells say them: ``passkey.accuracy.length=512``, ``babilong.accuracy.task=qa1``.
     """
     summary: dict[str, float | int | None] = {}
     for name, by_amount in _capacities(results).items():
