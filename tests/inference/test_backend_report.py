@@ -11,6 +11,7 @@ import torch
 from longrecall.cli.main import main
 from longrecall.inference import backend_report
 from longrecall.models.config import RecurrentConfig
+from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.ops import backends
 from tests.conftest import MIXERS
 
@@ -86,3 +87,13 @@ def test_as_json_with_every_reason(capsys: pytest.CaptureFixture[str], tmp_path:
         "chunked",
         "triton",
     }
+
+
+def test_a_step_on_a_gpu_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors without memory that stand for the weights here are no reason against it."""
+    monkeypatch.setattr(backend_report, "_choices", lambda *_: [])
+    monkeypatch.setattr(RecurrentLM, "device", torch.device("cuda"))
+    _, reason = backend_report.choices_of(config_of("gla"), torch.device("cpu"), torch.bfloat16)
+    assert reason is None
+    _, reason = backend_report.choices_of(config_of("hyena"), torch.device("cpu"), torch.bfloat16)
+    assert "hyena keeps a cache" in str(reason)

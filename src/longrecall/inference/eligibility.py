@@ -22,6 +22,11 @@ MOST_ROOM = 131072
 
 def why_no_graph(model: RecurrentLM) -> str | None:
     """Return why the model's decoding step cannot be captured, in plain words; None when it can."""
+    return why_no_graph_by_design(model) or why_not_as_built(model)
+
+
+def why_no_graph_by_design(model: RecurrentLM) -> str | None:
+    """The same for a model into which nobody has put anything: its settings, device, dtype and layers alone."""
     if not model.decoding.graphs:
         return "model.decoding.graphs is off"
     if model.device.type != "cuda":
@@ -30,7 +35,7 @@ def why_no_graph(model: RecurrentLM) -> str | None:
         return "float64 weights are for reference only"
     if model.training:
         return "the model is in training mode"
-    return why_not_as_built(model) or why_no_step(model)
+    return why_no_step(model)
 
 
 def mixers_of(model: RecurrentLM) -> list[MixerConfig]:
