@@ -84,7 +84,7 @@ def evaluate(
     checkpoint: Mapping[str, Any] | None = None,
     ranks: Ranks | None = None,
 ) -> dict[str, Any]:
-    """Measure `model` on `tasks` and return a result as docs/architecture.md describes it.
+    """Measure `model` on `tasks` and return a result as docs/reference/files.md describes it.
 
     Args:
         model: a `RecurrentLM` (or any causal model of transformers that takes and returns `past_key_values`).

@@ -1,4 +1,4 @@
-"""Result files, checked when read (docs/architecture.md, "Result files"); `longrecall.files` writes them."""
+"""Result files, checked when read (docs/reference/files.md, "Result files"); `longrecall.files` writes them."""
 
 from __future__ import annotations
 

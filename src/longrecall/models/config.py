@@ -16,7 +16,7 @@ class RecurrentConfig(ModelSizes, PreTrainedConfig):
     Args:
         vocab_size: rows of the embedding.
         hidden_size: width d of the residual stream.
-        layers: ``{"mixer": {"type": ..., ...}, "mlp_size": ...}`` each; see docs/architecture.md.
+        layers: ``{"mixer": {"type": ..., ...}, "mlp_size": ...}`` each; see docs/reference/mixers.md.
         norm_eps: epsilon of the pre-norms and the final norm.
         tie_word_embeddings: the output head is the embedding.
         residual_in_fp32: keep the residual stream in float32 under lower-precision weights.

@@ -35,7 +35,8 @@ def read_description(path: str | Path) -> RecurrentConfig:
 def read_sizes(path: str | Path) -> PlainConfig:
     """Return the sizes that a description file means.
 
-    It is a native config.json (docs/architecture.md) whose layers may carry ``"repeat": N``: N equal layers in a row.
+    It is a native config.json (docs/reference/mixers.md) whose layers may carry
+    ``"repeat": N``: N equal layers in a row.
 
     Raises:
         UserError: a file that is missing or no JSON, an unknown or missing key, or a value that cannot be.

@@ -75,7 +75,7 @@ class ModelSizes:
         return any(layer.mixer.reads_tokens for layer in self.layer_configs())
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor of a checkpoint, in the order of docs/architecture.md."""
+        """Name -> shape of every tensor of a checkpoint, in the order of docs/reference/tensors.md."""
         d = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embeddings.weight": (self.vocab_size, d)}
         # Equal layers have equal tensors.

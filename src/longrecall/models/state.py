@@ -43,7 +43,7 @@ class RecurrentState:
     """What a model remembers of the tokens it has read.
 
     Attributes:
-        layers: per layer a mapping from name to tensor, batch first (docs/architecture.md lists the names).
+        layers: per layer a mapping from name to tensor, batch first (docs/reference/mixers.md lists the names).
         position: int64 ``[B]``: real (unpadded) tokens each row has read.
         length: columns read, padding included; what transformers calls the cache's sequence length.
         context: int32 ``[B, tokens]``: the real tokens each row has read, from the left without gaps, then -1; None for

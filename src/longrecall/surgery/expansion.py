@@ -227,7 +227,7 @@ def _summary(
 
 
 def _record(summary: ExpansionSummary, source: Checkpoint) -> dict[str, Any]:
-    """Return the record of surgery.json (docs/architecture.md, "A native checkpoint")."""
+    """Return the record of surgery.json (docs/reference/files.md, "A native checkpoint")."""
     return {
         "method": summary.method,
         "init": summary.init,

@@ -111,7 +111,7 @@ def environment() -> dict[str, str]:
 
 
 def write_result(path: Path, body: Mapping[str, Any]) -> None:
-    """Write the result file of a training run (docs/architecture.md, "Result files")."""
+    """Write the result file of a training run (docs/reference/files.md, "Result files")."""
     head = {
         "schema": 1,
         "kind": "training",

@@ -30,7 +30,7 @@ def random_layer(description: dict[str, Any], seed: int = 0) -> dict[str, Tensor
 
 
 def parts(name: str, tensor: Tensor, description: dict[str, Any]) -> dict[str, Tensor]:
-    """Cut a tensor by the layout of docs/architecture.md; B and C as [G, N, ...]."""
+    """Cut a tensor by the layout of docs/reference/tensors.md; B and C as [G, N, ...]."""
     inner, groups, state = description["inner_dim"], description["groups"], description["state_dim"]
     named = {"z": inner, "x": inner, "B": groups * state, "C": groups * state, "dt": inner // description["head_dim"]}
     if name.startswith("mixer.conv"):

@@ -98,7 +98,7 @@ def transform(
 ) -> Tensors:
     """Return the tensors of the layer with more subheads; dtypes are kept, arithmetic is float32.
 
-    `tensors` holds `mixer_norm.weight` and everything under `mixer.` with the shapes of docs/architecture.md.
+    `tensors` holds `mixer_norm.weight` and everything under `mixer.` with the shapes of docs/reference/tensors.md.
     """
     import torch
 
