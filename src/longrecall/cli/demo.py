@@ -9,7 +9,7 @@ from pathlib import Path
 HELP = "the whole job on a small model that ships with the package: measure, enlarge, post-train, measure, report"
 EXAMPLE = "longrecall demo --out runs/demo"
 _COST = """It takes about five minutes on two CPU cores and a few megabytes of disk. It needs no GPU and no network.
-The numbers differ a little from machine to machine. An earlier demo in the output folder is replaced."""
+The numbers differ a little from machine to machine. A finished demo is kept; --force replaces it."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
