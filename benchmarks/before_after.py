@@ -1,11 +1,12 @@
-"""The speeds that a rebuild of the code must keep: this checkout beside another one, in one run on one GPU.
+"""The speeds that a rebuild of the code must keep: this checkout beside another one, in one run on one machine.
 
     git worktree add ../before 6c26994
-    python benchmarks/gpu_before_after.py --before ../before --out benchmarks/results/gpu_before_after.json
+    python benchmarks/before_after.py --before ../before --out benchmarks/results/gpu_before_after.json
 
 Both trees are measured by this script, each in processes of its own (`--measure` is such a process), in turns: before,
 after, after, before, and so on. A row has the median of every process, the median of those, and the ratio after/before.
-bfloat16, medians of CUDA events. Only what both trees offer is used: layers, models and `generate()`'s captured parts.
+On a GPU: bfloat16, medians of CUDA events. On a CPU: float32, one thread, medians of processor seconds; of these the
+ratios count alone. Only what both trees offer is used: ops, layers, models and `generate()`'s captured parts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,12 +99,53 @@ def model_times() -> dict[str, float]:
     return found
 
 
+def cpu_times() -> dict[str, float]:
+    """Milliseconds of processor time: ops forward and backward, a training step and decoding of a shipped base."""
+    import torch
+
+    import longrecall
+    from longrecall.ops import gated_delta_rule, gated_linear_attention
+
+    torch.set_num_threads(1)
+    found: dict[str, float] = {}
+
+    def median(work: Callable[[], Any], repeats: int) -> float:
+        work()
+        times = []
+        for _ in range(repeats):
+            began = time.process_time()
+            work()
+            times.append(1e3 * (time.process_time() - began))
+        return statistics.median(times)
+
+    q, k, v = (torch.randn(1, 2048, 4, 64, requires_grad=True) for _ in range(3))
+    decay, beta = -torch.rand(1, 2048, 4), torch.rand(1, 2048, 4)
+
+    def linear() -> None:
+        gated_linear_attention(q, k, v, decay)[0].sum().backward()
+
+    def delta() -> None:
+        gated_delta_rule(q, torch.nn.functional.normalize(k, dim=-1), v, decay, beta)[0].sum().backward()
+
+    found["gated linear attention, forward + backward"] = median(linear, 15)
+    found["gated delta rule, forward + backward"] = median(delta, 15)
+    model: Any = longrecall.load(str(ROOT / "src" / "longrecall" / "assets" / "mamba2-base"))
+    ids = torch.randint(0, 256, (4, 512))
+    found["Mamba-2 base, training step, 4 x 512"] = median(lambda: model(ids, labels=ids).loss.backward(), 15)
+    model.eval()
+    options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found["Mamba-2 base, generate() of 64 tokens"] = median(lambda: model.generate(ids[:1], **options), 9)
+    with torch.no_grad():
+        found["Mamba-2 base, reading 1 x 4096"] = median(lambda: model(ids.new_ones(1, 4096), logits_to_keep=1), 9)
+    return found
+
+
 def measure() -> dict[str, float]:
     """Milliseconds of every row, by the longrecall that this process imports."""
     import torch
 
     torch.manual_seed(0)
-    return layer_times() | model_times()
+    return layer_times() | model_times() if torch.cuda.is_available() else cpu_times()
 
 
 def run(tree: Path) -> dict[str, float]:
@@ -131,7 +174,7 @@ def main() -> None:
         parser.error("--before: a checkout of longrecall")
     from gpu_timing import Rows
 
-    rows = Rows("gpu_before_after", args.out)
+    rows = Rows("before_after", args.out)
     rows.result["before"] = args.commit
     trees = {"before": args.before.resolve(), "after": ROOT}
     runs: dict[str, list[dict[str, float]]] = {"before": [], "after": []}
