@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from longrecall.errors import UserError
 from longrecall.layers.descriptions.base import MixerConfig, StateShapes, TensorShapes, linear
@@ -15,6 +15,8 @@ class AttentionConfig(MixerConfig):
 
     type: ClassVar[str] = "attention"
     layer_class: ClassVar[str] = "longrecall.layers.mixers.attention:Attention"
+
+    optional_fields: ClassVar[tuple[str, ...]] = ("meta_tokens",)
 
     num_heads: int
     head_dim: int
@@ -35,11 +37,6 @@ class AttentionConfig(MixerConfig):
         self._require_multiple("num_heads", "kv_heads")
         if not isinstance(self.meta_tokens, int) or isinstance(self.meta_tokens, bool) or self.meta_tokens < 0:
             raise UserError(f'mixer "{self.type}": meta_tokens must be a whole number >= 0, got {self.meta_tokens!r}')
-
-    def to_dict(self) -> dict[str, Any]:
-        data = super().to_dict()
-        # Left away when there are none: descriptions of models without them, and their fingerprints, stay as they were.
-        return data if self.meta_tokens else {name: value for name, value in data.items() if name != "meta_tokens"}
 
     def state_shapes(self) -> StateShapes:
         shape = (0, int(self.kv_heads or 0), self.head_dim)

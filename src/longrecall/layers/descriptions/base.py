@@ -36,6 +36,16 @@ class MixerConfig:
     """The layer that this describes, as ``package.module:Class``; it is made from the description and the width d."""
     nested: ClassVar[tuple[str, ...]] = ()
     """Fields that are mixers themselves."""
+    optional_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields that `to_dict` leaves out at their default: descriptions from before there were such fields stay as they
+    were, and with them the fingerprints of models."""
+    positionwise: ClassVar[bool] = False
+    """Whether every token is treated alone (MLPs, experts): no state, and a layer that is called with x alone."""
+    takes: ClassVar[tuple[str, ...]] = ()
+    """Values of the pass that the layer is called with beside the usual ones: what an earlier layer gives, or
+    ``embedded``, the embeddings before the first layer."""
+    gives: ClassVar[tuple[str, ...]] = ()
+    """Values for later layers, which it returns in its state as ``carried.NAME``."""
 
     @property
     def reads_tokens(self) -> bool:
@@ -57,8 +67,10 @@ class MixerConfig:
             raise UserError(f'mixer "{cls.type}" is incomplete: {error}. Fields: {", ".join(sorted(known))}') from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that `from_dict` reads back, with every default written out."""
-        return {"type": self.type, **{field.name: getattr(self, field.name) for field in fields(self)}}
+        """Plain data that `from_dict` reads back, with every default written out but those of `optional_fields`."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        left_out = {f.name for f in fields(self) if f.name in self.optional_fields and values[f.name] == f.default}
+        return {"type": self.type, **{name: value for name, value in values.items() if name not in left_out}}
 
     def state_shapes(self) -> StateShapes:
         """Shape of every state tensor of one sequence, without the batch dimension."""
