@@ -18,7 +18,7 @@ from longrecall.inference.generation import decode
 from longrecall.inference.reading import read_prompt, why_no_segments
 from longrecall.inference.segments import EAGER_FIRST, CapturedSegments, Kind, StateBlocks
 from longrecall.inference.step import DecodingStep
-from longrecall.layers.stepping.step import PlainStep, StepSettings
+from longrecall.layers.stepping.step import PlainStep, StepSettings, step_of
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
 from longrecall.models.state import RecurrentState
@@ -56,7 +56,7 @@ def has_kernels(name: str) -> bool:
     model = model_of(MIXERS[name])
     settings = StepSettings(1, 0, True, torch.float32, torch.float32, model.model.embeddings)
     layer = cast(RecurrentLayer, model.model.layers[0])
-    return not isinstance(layer.mixer_config.decoding_step(layer.mixer, settings), PlainStep)
+    return not isinstance(step_of(layer.mixer_config, layer.mixer, settings), PlainStep)
 
 
 KERNELS = [name for name in FIXED if has_kernels(name)]

@@ -151,7 +151,7 @@ def test_keys_and_values_are_those_of_the_weights_as_they_are(monkeypatch: pytes
         parameter.data.copy_(torch.randn_like(parameter))
     step.load(state)
     embedded = TokenContext.read(None, torch.arange(40)[None], None, model.model.embeddings).embedded
-    for own in step.steps:
+    for own in (layer.blocks[0].step for layer in step.steps):
         assert isinstance(own, RetrievalStep) and own.memory is not None
         for place, proj in enumerate((own.mixer.k_proj, own.mixer.v_proj)):
             expected = proj(embedded)[0].unflatten(-1, own.memory.shape[2:])

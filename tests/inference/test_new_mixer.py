@@ -45,9 +45,6 @@ class RunningSumConfig(MixerConfig):
     def build(self, hidden_size):
         return RunningSum(self, hidden_size)
 
-    def decoding_step(self, mixer, settings):
-        return RunningSumStep(self, mixer, settings)
-
 
 class RunningSum(nn.Module):
     def __init__(self, config, hidden_size):
@@ -55,6 +52,9 @@ class RunningSum(nn.Module):
         self.config = config
         self.down_proj = nn.Linear(hidden_size, config.width, bias=False)
         self.up_proj = nn.Linear(config.width, hidden_size, bias=False)
+
+    def decoding_step(self, config, settings):
+        return RunningSumStep(config, self, settings)
 
     def forward(self, x, state, *, mask, position):
         y = self.down_proj(x) if mask is None else self.down_proj(x) * mask[..., None]
@@ -105,7 +105,7 @@ def test_it_decodes_by_its_own_step(running_sum: ModuleType) -> None:
         torch.testing.assert_close(step(), out.logits[:, -1], rtol=1e-4, atol=1e-5)
     # In the layer, and inside of the retrieval layer.
     assert running_sum.RunningSumStep.ran == 4
-    assert not isinstance(step.steps[0], PlainStep)
+    assert not isinstance(step.steps[0].blocks[0].step, PlainStep)
 
 
 def test_it_is_read_from_a_description_and_shown(

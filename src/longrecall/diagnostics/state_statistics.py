@@ -14,6 +14,7 @@ from longrecall.diagnostics.records import joined, to_plain
 from longrecall.diagnostics.streaming import Segment, read, recurrent_tensors
 from longrecall.errors import UserError
 from longrecall.evaluation.statistics import bootstrap_mean_interval, bootstrap_ratio_interval
+from longrecall.models.sizes import mixer_of
 
 STATISTICS = ("mean", "std", "norm", "effective_rank", "stable_rank")
 
@@ -272,4 +273,4 @@ def state_statistics(
         raise UserError("the model has no recurrent layers, so there is no state to look at; leave out the part state")
     statistics = StateStatistics(positions)
     read(model, ids[:, : max(positions)], [statistics], columns, advance, last_only=True)
-    return statistics.entries([layer["mixer"] for layer in model.config.layers])
+    return statistics.entries([mixer_of(layer) for layer in model.config.layers])

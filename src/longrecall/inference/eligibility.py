@@ -38,18 +38,17 @@ def why_no_graph_by_design(model: RecurrentLM) -> str | None:
     return why_no_step(model)
 
 
-def mixers_of(model: RecurrentLM) -> list[MixerConfig]:
-    """What every layer's mixer was built from, without reading (and checking) the model's config again."""
-    return [cast(RecurrentLayer, layer).mixer_config for layer in model.model.layers]
-
-
 def _first_reason(model: RecurrentLM, reason: Callable[[MixerConfig], str | None]) -> str | None:
     """The first layer that has a reason, named; None when none has."""
-    mixers = mixers_of(model)
-    for mixer in dict.fromkeys(mixers):
-        found = reason(mixer)
+    # What every module was built from, without reading (and checking) the model's config again.
+    first: dict[MixerConfig, int] = {}
+    for index, layer in enumerate(model.model.layers):
+        for block in cast(RecurrentLayer, layer).blocks:
+            first.setdefault(block.module, index)
+    for module, index in first.items():
+        found = reason(module)
         if found is not None:
-            return f"layer {mixers.index(mixer)} ({mixer.type}): {found}"
+            return f"layer {index} ({module.type}): {found}"
     return None
 
 

@@ -100,6 +100,7 @@ class CapturedSegments:
     def __init__(self, model: RecurrentLM, batch: int, lengths: tuple[int, ...] = LENGTHS, room: int = 0) -> None:
         # Not the model itself, which keeps its segments: they would keep it alive, and their memory with it.
         self.body, self.lm_head, self.device = model.model, model.lm_head, model.device
+        self.logit_scale = model.logit_scale
         self.lengths, self.longest = lengths, lengths[-1]
         self.ids = {length: torch.zeros(batch, length, dtype=torch.long, device=model.device) for length in lengths}
         self.count = torch.ones(1, dtype=torch.long, device=model.device)
@@ -123,7 +124,7 @@ class CapturedSegments:
         with nullcontext() if mask is None else padding_at_the_end(mask):
             hidden, after, _, _ = self.body(embed(ids), before, mask, context=context)
         last = hidden[:, -1] if mask is None else hidden.index_select(1, self.count - 1)[:, 0]
-        logits = self.lm_head(last)
+        logits = self.logit_scale(self.lm_head(last))
         if self.logits.shape != logits.shape:
             with torch.inference_mode(False):
                 self.logits = torch.empty_like(logits)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from longrecall.inference.eligibility import why_not_fixed
+from longrecall.inference.layer_step import LayerStep
+from longrecall.layers.passed import EMBEDDED
 from longrecall.layers.recording import record, recording_stream
 from longrecall.layers.retrieval.step import form_tables
-from longrecall.layers.stepping.step import Progress, Step, StepSettings
+from longrecall.layers.stepping.step import Progress, StepSettings
 from longrecall.layers.stepping.stream import FEW_ROWS, FewRowsStream, FusedStream, Stream
 from longrecall.layers.tokens import NO_TOKEN
 from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
@@ -43,6 +45,7 @@ class DecodingStep:
     ) -> None:
         # Not the model itself, which keeps its steps: they would keep it alive, and their memory with it.
         self.config, self.body, self.lm_head, self.batch = model.config, model.model, model.lm_head, batch
+        self.logit_scale = model.logit_scale
         self.ids = torch.zeros(batch, dtype=torch.long, device=model.device)
         self.position = torch.zeros(batch, dtype=torch.long, device=model.device)
         self.logits = torch.zeros(0, device=model.device)
@@ -56,14 +59,11 @@ class DecodingStep:
         self.fused = model.device.type == "cuda" and why_no_kernels() is None if fused is None else fused
         wide = state_dtype or torch.float32
         self.settings = StepSettings(batch, room, self.fused, model.dtype, wide, self.body.embeddings, self.tokens)
-        self.steps = [self._step(cast(RecurrentLayer, layer)) for layer in model.model.layers]
+        self.steps = [LayerStep(cast(RecurrentLayer, layer), self.settings) for layer in model.model.layers]
         self.buffers = tuple(step.allocate() for step in self.steps)
         self._clear()
         self._form_tables()
         self.graph: torch.cuda.CUDAGraph | None = None
-
-    def _step(self, layer: RecurrentLayer) -> Step:
-        return layer.mixer_config.decoding_step(layer.mixer, self.settings)
 
     def _form_tables(self) -> None:
         form_tables([table for step in self.steps for table in step.tables()])
@@ -130,19 +130,16 @@ class DecodingStep:
 
     def _forward(self) -> Tensor:
         model = self.body
-        x = model.embeddings(self.ids)
+        embedded = model.embeddings(self.ids)
         if self.tokens is not None:
             self.tokens.scatter_(1, self.position[:, None], self.ids[:, None].int())
-        dtype = x.dtype
-        if self.config.residual_in_fp32:
-            x = x.float()
+        x, dtype = model.stream_of(embedded), embedded.dtype
         kind = Stream if not self.fused else FewRowsStream if self.batch <= FEW_ROWS else FusedStream
         stream = kind(x, dtype)
-        for module, step, buffers in zip(model.layers, self.steps, self.buffers, strict=True):
-            layer = cast(RecurrentLayer, module)
-            step(stream, layer.mixer_norm, buffers, self.position)
-            if layer.mlp is not None and layer.mlp_norm is not None:
-                stream.add_mlp(layer.mlp_norm, layer.mlp)
-        logits: Tensor = self.lm_head(stream.normed(model.norm))
+        if model.passes_on:
+            stream.carried[EMBEDDED] = x.to(dtype)[:, None]
+        for step, buffers in zip(self.steps, self.buffers, strict=True):
+            step(stream, buffers, self.position)
+        logits = self.logit_scale(self.lm_head(stream.normed(model.norm)))
         self.position += 1
         return logits

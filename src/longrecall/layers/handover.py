@@ -31,9 +31,12 @@ class Handover(nn.Module):
         mask: Tensor | None,
         position: Tensor,
         context: TokenContext | None = None,
+        **carried: Tensor | None,
     ) -> tuple[Tensor, LayerState]:
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and both states, prefixed ``old.`` and ``new.``."""
         paths = ("old", "new")
-        (old, new), after = read_nested(self, paths, x, state, mask=mask, position=position, context=context)
+        (old, new), after = read_nested(
+            self, paths, x, state, mask=mask, position=position, context=context, carried=carried
+        )
         share = self.progress.to(x.dtype)
         return old * (1 - share) + new * share, after

@@ -1,11 +1,17 @@
-"""The channel mixer beside every token mixer but Mamba-2."""
+"""The channel mixer beside most token mixers."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
+from longrecall.layers.descriptions.mlp import MLPConfig
 from longrecall.layers.projections import is_plain, project
 from longrecall.ops.norms.op import gated_projection, silu_product
+
+
+def build_mlp(config: MLPConfig, hidden_size: int) -> nn.Module:
+    """The MLP that `config` describes, in a stream of `hidden_size` channels."""
+    return SwiGLU(hidden_size, config.inner_size)
 
 
 class SwiGLU(nn.Module):

@@ -1,35 +1,97 @@
-"""Root-mean-square norms, computed in float32 whatever the model's dtype."""
+"""Norms, computed in float32 whatever the model's dtype."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from longrecall.layers.descriptions.block import RMS, NormConfig
 from longrecall.ops.norms.op import Gate, add_rms_norm, gated_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019); with groups, an rms for each of them."""
+    """x / rms(x) * scale over the last dimension (Zhang and Sennrich 2019); with groups, an rms for each of them.
 
-    def __init__(self, size: int, eps: float = 1e-5, groups: int = 1) -> None:
+    The scale is the weight plus `offset`: checkpoints of some families hold w for a scale of 1 + w.
+    """
+
+    def __init__(self, size: int, eps: float = 1e-5, groups: int = 1, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps, self.groups = eps, groups
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps, self.groups, self.offset = eps, groups, offset
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A scale of one."""
+        nn.init.constant_(self.weight, 1.0 - self.offset)
+
+    @property
+    def scale(self) -> Tensor:
+        """What the normed channels are multiplied by ``[size]``: in float32 where it is not the weight itself."""
+        if not self.offset:
+            return self.weight
+        return self.offset + (self.weight if self.weight.dtype == torch.float64 else self.weight.float())
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """``[..., size]`` -> ``[..., size]`` in `dtype`; None = that of x."""
-        return rms_norm(x, self.weight, self.eps, groups=self.groups, dtype=dtype)
+        return rms_norm(x, self.scale, self.eps, groups=self.groups, dtype=dtype)
 
     def of_stream(self, x: Tensor, update: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The residual stream x ``[..., size]`` plus an update, if any, and the norm of the sum in `dtype`."""
-        return add_rms_norm(x, update, self.weight, self.eps, groups=self.groups, dtype=dtype)
+        return add_rms_norm(x, update, self.scale, self.eps, groups=self.groups, dtype=dtype)
 
     def gated(self, x: Tensor, gate: Tensor, dtype: torch.dtype, kind: Gate = "silu") -> Tensor:
         """The norm of x ``[..., size]`` times an activated gate, in `dtype`: `ops.normalisation.gated_rms_norm`."""
-        return gated_rms_norm(x, gate, self.weight, self.eps, kind=kind, groups=self.groups, dtype=dtype)
+        return gated_rms_norm(x, gate, self.scale, self.eps, kind=kind, groups=self.groups, dtype=dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}, groups={self.groups}"
+        more = f", offset={self.offset:g}" if self.offset else ""
+        return f"{self.weight.shape[0]}, eps={self.eps}, groups={self.groups}{more}"
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / std(x) * scale + bias over the last dimension (Ba et al. 2016); the scale as in `RMSNorm`."""
+
+    def __init__(self, size: int, eps: float = 1e-5, offset: float = 0.0, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
+        self.eps, self.offset = eps, offset
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A scale of one, no bias."""
+        nn.init.constant_(self.weight, 1.0 - self.offset)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """``[..., size]`` -> ``[..., size]`` in `dtype`; None = that of x."""
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        bias = None if self.bias is None else self.bias.to(wide)
+        scale = self.weight.to(wide) + self.offset if self.offset else self.weight.to(wide)
+        return F.layer_norm(x.to(wide), self.weight.shape, scale, bias, self.eps).to(dtype or x.dtype)
+
+    def of_stream(self, x: Tensor, update: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The residual stream x ``[..., size]`` plus an update, if any, and the norm of the sum in `dtype`."""
+        x = x if update is None else x + update
+        return x, self(x, dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, bias={self.bias is not None}"
+
+
+Norm = RMSNorm | LayerNorm
+"""A norm over the channels of the residual stream."""
+
+
+def build_norm(config: NormConfig, size: int, eps: float) -> Norm:
+    """The norm that `config` describes, over `size` channels; `eps`: where it has none of its own."""
+    eps = eps if config.eps is None else config.eps
+    if config.kind == RMS:
+        return RMSNorm(size, eps, offset=config.offset)
+    return LayerNorm(size, eps, config.offset, config.bias)
 
 
 def operand_dtype(x: Tensor, dtype: torch.dtype | None = None) -> torch.dtype:

@@ -64,7 +64,7 @@ def account(config: ModelSizes) -> ModelAccount:
             mixer=layer.mixer.type,
             sizes=describe_sizes(layer.mixer.to_dict(), layer.mlp_size),
             parameters=per_layer[index],
-            state_size=layer.mixer.state_size(),
+            state_size=layer.state_size(),
         )
         for index, layer in enumerate(config.layer_configs())
     )
@@ -130,7 +130,7 @@ def key_value_cache_size(config: ModelSizes, context: int) -> int:
 
 
 def _caches(config: ModelSizes) -> list[tuple[int, int | None]]:
-    return [cache for layer in config.layer_configs() for cache in layer.mixer.caches()]
+    return [cache for layer in config.layer_configs() for cache in layer.caches()]
 
 
 def _kept(window: int | None, context: int) -> int:
@@ -142,7 +142,9 @@ def retrieval_bytes(config: ModelSizes, context: int) -> int:
 
     One vector of `encoder_dim` 16-bit numbers a finished chunk and layer, and the token ids (32 bit) once.
     """
-    layers = [found for layer in config.layer_configs() for found in _retrieval_layers(layer.mixer)]
+    layers = [
+        found for layer in config.layer_configs() for _, part in layer.parts() for found in _retrieval_layers(part)
+    ]
     vectors = sum(layer.encoder_dim * (context // layer.chunk) for layer in layers)
     return CACHE_BYTES * vectors + (TOKEN_BYTES * context if layers else 0)
 

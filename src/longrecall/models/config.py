@@ -16,12 +16,18 @@ class RecurrentConfig(ModelSizes, PreTrainedConfig):
     Args:
         vocab_size: rows of the embedding.
         hidden_size: width d of the residual stream.
-        layers: ``{"mixer": {"type": ..., ...}, "mlp_size": ...}`` each; see docs/reference/mixers.md.
+        layers: ``{"mixer": {"type": ..., ...}, "mlp_size": ...}`` each, or ``{"blocks": [...]}``; see
+            docs/reference/mixers.md.
         norm_eps: epsilon of the pre-norms and the final norm.
         tie_word_embeddings: the output head is the embedding.
         residual_in_fp32: keep the residual stream in float32 under lower-precision weights.
         context_length: tokens of the sequences the model was trained on; None = unknown.
         initializer_range: standard deviation of freshly initialised projections.
+        embedding_multiplier: what the embeddings are multiplied by.
+        embedding_norm: a norm of the embeddings, such as ``{"kind": "layer", "bias": true}``; None = none.
+        final_norm: the norm before the head; None = an RMS norm.
+        logits_multiplier: what the logits are multiplied by.
+        logits_soft_cap: c of ``c * tanh(logits / c)``, after the multiplier; None = no cap.
 
     Raises:
         UserError: an unknown mixer or key, or a value that cannot be, named with its layer.
@@ -41,6 +47,11 @@ class RecurrentConfig(ModelSizes, PreTrainedConfig):
         residual_in_fp32: bool = True,
         context_length: int | None = None,
         initializer_range: float = 0.02,
+        embedding_multiplier: float = 1.0,
+        embedding_norm: dict[str, Any] | None = None,
+        final_norm: dict[str, Any] | None = None,
+        logits_multiplier: float = 1.0,
+        logits_soft_cap: float | None = None,
         **kwargs: Any,
     ) -> None:
         plain = PlainConfig(
@@ -52,6 +63,11 @@ class RecurrentConfig(ModelSizes, PreTrainedConfig):
             residual_in_fp32,
             context_length,
             initializer_range,
+            embedding_multiplier,
+            embedding_norm,
+            final_norm,
+            logits_multiplier,
+            logits_soft_cap,
         )
         self.vocab_size = plain.vocab_size
         self.hidden_size = plain.hidden_size
@@ -60,4 +76,6 @@ class RecurrentConfig(ModelSizes, PreTrainedConfig):
         self.residual_in_fp32 = plain.residual_in_fp32
         self.context_length = plain.context_length
         self.initializer_range = plain.initializer_range
+        for name, value in plain.added().items():
+            setattr(self, name, value)
         PreTrainedConfig.__init__(self, **{"tie_word_embeddings": tie_word_embeddings, **kwargs})

@@ -35,7 +35,7 @@ LENGTH = 2**31 - 1
 NUMBERS = 2**44
 """Numbers in all tensors of a checkpoint, or in the state of one sequence: 64 TiB in float32."""
 MIXERS = 4 * LAYERS
-"""Mixers of a model, those inside others included."""
+"""Mixers and MLPs of a model, those inside others included."""
 TENSORS = 2**20
 SHARDS = 2**14
 DESCRIPTION_BYTES = 2**25
@@ -48,9 +48,9 @@ MOST: Mapping[str, int] = {
     for most, names in {
         LAYERS: "num_hidden_layers n_layer layers repeat",
         VOCABULARY: "vocab_size pad_vocab_size_multiple",
-        WIDTH: "hidden_size d_model intermediate_size mlp_size inner_dim head_dim headdim key_dim value_dim state_dim "
-        "state_size d_state dt_rank time_step_rank mix_rank decay_rank rate_rank gate_rank encoder_dim input_dim "
-        "channels filter_width filter_bands expand",
+        WIDTH: "hidden_size d_model intermediate_size mlp_size inner_size inner_dim head_dim headdim key_dim value_dim "
+        "state_dim state_size d_state dt_rank time_step_rank mix_rank decay_rank rate_rank gate_rank encoder_dim "
+        "input_dim channels filter_width filter_bands expand",
         HEADS: "num_heads value_heads num_v_heads kv_heads num_kv_heads groups n_groups ngroups top_k active",
         PARTS: "memories filter_depth",
         TAPS: "conv_width conv_kernel conv_size d_conv kernel shift_dim meta_tokens",
@@ -75,14 +75,15 @@ def check_mixers(layers: Iterable[object]) -> None:
         waiting: list[tuple[object, int]] = [(layer, 0)]
         while waiting:
             value, depth = waiting.pop()
-            if not isinstance(value, Mapping):
+            if not isinstance(value, Mapping | list):
                 continue
-            mixers += "type" in value
+            mixers += isinstance(value, Mapping) and "type" in value
             if depth > NESTING:
                 raise UserError(f"layer {index}: mixers lie more than {NESTING} deep inside one another")
             if mixers > MIXERS:
                 raise UserError(f"layers 0 to {index} have more than {MIXERS} mixers, those inside others included")
-            waiting += [(item, depth + 1) for item in value.values()]
+            inner = value.values() if isinstance(value, Mapping) else value
+            waiting += [(item, depth + 1) for item in inner]
 
 
 def check_numbers(shapes: Iterable[Sequence[int]], what: str) -> int:

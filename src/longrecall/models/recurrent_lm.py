@@ -14,18 +14,20 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from longrecall.errors import UserError
-from longrecall.layers.mixers.base import LayerState, without_auxiliary_losses
-from longrecall.layers.mlp import SwiGLU
-from longrecall.layers.norm import RMSNorm, operand_dtype
+from longrecall.layers.mixers.base import without_auxiliary_losses
+from longrecall.layers.norm import build_norm
+from longrecall.layers.passed import EMBEDDED, without_carried
 from longrecall.layers.projections import is_plain
-from longrecall.layers.tokens import TokenContext, TokenEmbedding, token_argument
+from longrecall.layers.tokens import TokenContext, TokenEmbedding
 from longrecall.models.captured_steps import CapturedSteps, forget_moved
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.generation import DecodingOptions, RecurrentGeneration
+from longrecall.models.logits import LogitScale
 from longrecall.models.losses import Items, label_count, next_token_loss, next_token_loss_of_hidden, predicted_labels
 from longrecall.models.output import RecurrentOutput
 from longrecall.models.packed_documents import apart, find_documents
-from longrecall.models.sizes import LayerConfig
+from longrecall.models.recurrent_layer import RecurrentLayer as RecurrentLayer
+from longrecall.models.sizes import norm_config
 from longrecall.models.state import RecurrentState
 from longrecall.models.token_ids import check_range, embedded
 from longrecall.ops.execution import as_states_are_read_now
@@ -35,40 +37,6 @@ NO_ATTENTIONS = (
     "output_attentions: a recurrence has no attention weights to return, and the attention layers here keep none; "
     "output_hidden_states=True returns what goes into every layer"
 )
-
-
-class RecurrentLayer(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)) where the layer has an MLP."""
-
-    def __init__(self, config: LayerConfig, hidden_size: int, norm_eps: float) -> None:
-        super().__init__()
-        self.mixer_norm = RMSNorm(hidden_size, norm_eps)
-        self.mixer_config = config.mixer
-        self.mixer = config.mixer.build(hidden_size)
-        self.mlp_norm = RMSNorm(hidden_size, norm_eps) if config.mlp_size else None
-        self.mlp = SwiGLU(hidden_size, config.mlp_size) if config.mlp_size else None
-
-    def forward(
-        self,
-        x: Tensor,
-        update: Tensor | None,
-        state: LayerState | None,
-        mask: Tensor | None,
-        position: Tensor,
-        dtype: torch.dtype,
-        context: TokenContext | None = None,
-    ) -> tuple[Tensor, Tensor, LayerState]:
-        """The residual stream as x ``[B, T, d]`` (any float dtype) and what is yet to be added to it, and a state.
-
-        Returns the same three. The next norm makes the sum in the same pass over memory. Computed in `dtype`.
-        """
-        tokens = token_argument(self.mixer_config, context)
-        x, normed = self.mixer_norm.of_stream(x, update, dtype)
-        y, new_state = self.mixer(normed, state, mask=mask, position=position, **tokens)
-        if self.mlp is None or self.mlp_norm is None:
-            return x, y, new_state
-        x, normed = self.mlp_norm.of_stream(x, y, operand_dtype(x, dtype))
-        return x, self.mlp(normed), new_state
 
 
 class RecurrentPreTrainedModel(PreTrainedModel):
@@ -101,8 +69,6 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, RMSNorm):
-            nn.init.ones_(module.weight)
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
@@ -116,7 +82,13 @@ class RecurrentModel(RecurrentPreTrainedModel):
         self.layers = nn.ModuleList(
             RecurrentLayer(layer, config.hidden_size, config.norm_eps) for layer in config.layer_configs()
         )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = build_norm(norm_config(config.final_norm), config.hidden_size, config.norm_eps)
+        self.embedding_norm = None
+        if config.embedding_norm is not None:
+            self.embedding_norm = build_norm(norm_config(config.embedding_norm), config.hidden_size, config.norm_eps)
+        # As they were built: reading the config takes longer than a layer.
+        self.embedding_multiplier = config.embedding_multiplier
+        self.passes_on = any(cast(RecurrentLayer, layer).passes_on for layer in self.layers)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -125,6 +97,14 @@ class RecurrentModel(RecurrentPreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embeddings = cast(nn.Embedding, value)
+
+    def stream_of(self, x: Tensor) -> Tensor:
+        """Embeddings ``[..., d]`` -> what the first layer reads, in the dtype of the residual stream."""
+        if self.embedding_multiplier != 1.0:
+            x = x * self.embedding_multiplier
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        return x.float() if self.config.residual_in_fp32 and x.dtype != torch.float64 else x
 
     def forward(
         self,
@@ -144,8 +124,8 @@ class RecurrentModel(RecurrentPreTrainedModel):
         """
         context = self._token_context(state, mask, ids) if context is None else context
         dtype = x.dtype
-        if self.config.residual_in_fp32 and dtype != torch.float64:
-            x = x.float()
+        x = self.stream_of(x)
+        carried = {EMBEDDED: x.to(dtype)} if self.passes_on else None
         batch, length = x.shape[:2]
         position = x.new_zeros(batch, dtype=torch.long) if state is None else state.position
         new_layers, hidden, losses, update = [], [], [], None
@@ -157,12 +137,24 @@ class RecurrentModel(RecurrentPreTrainedModel):
                 x, update = x + update, None
             if keep_hidden:
                 hidden.append(x)
-            inputs = (x, update, None if state is None else state.layers[index], mask, position, dtype, context)
+            inputs = (
+                x,
+                update,
+                None if state is None else state.layers[index],
+                mask,
+                position,
+                dtype,
+                context,
+                carried,
+            )
             if checkpointed:
                 x, update, after = self._gradient_checkpointing_func(as_states_are_read_now(layer.__call__), *inputs)
             else:
                 x, update, after = layer(*inputs)
             after, own_losses = without_auxiliary_losses(after)
+            if carried is not None:
+                after, passed = without_carried(after)
+                carried = {**carried, **passed}
             new_layers.append(after)
             losses += own_losses
         _, x = self.norm.of_stream(x, update, dtype)
@@ -176,7 +168,6 @@ class RecurrentModel(RecurrentPreTrainedModel):
     def _token_context(
         self, state: RecurrentState | None, mask: Tensor | None, ids: Tensor | None
     ) -> TokenContext | None:
-        # As the layers were built: reading the config takes longer than a layer.
         if not any(cast(RecurrentLayer, layer).mixer_config.reads_tokens for layer in self.layers):
             return None
         if ids is None:
@@ -198,6 +189,7 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         super().__init__(config)
         self.model = RecurrentModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.logit_scale = LogitScale(config.logits_multiplier, config.logits_soft_cap)
         self.decoding, self.captured_steps = DecodingOptions(), CapturedSteps()
         # By it transformers' Trainer knows that the first token of a row has no loss, when it counts labels.
         self.loss_type = "ForCausalLM"
@@ -324,18 +316,20 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
     ) -> tuple[Tensor | None, Tensor | None]:
         if loss_only and labels is None:
             raise ValueError("loss_only needs labels")
-        if loss_only and labels is not None and is_plain(self.lm_head):
-            return None, next_token_loss_of_hidden(hidden, self.lm_head.weight, labels, items)
+        scale = self.logit_scale
+        if loss_only and labels is not None and is_plain(self.lm_head) and scale.soft_cap is None:
+            states = hidden if scale.multiplier == 1.0 else hidden * scale.multiplier
+            return None, next_token_loss_of_hidden(states, self.lm_head.weight, labels, items)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden[:, kept] if not isinstance(logits_to_keep, int) or logits_to_keep else hidden)
+        logits = scale(
+            self.lm_head(hidden[:, kept] if not isinstance(logits_to_keep, int) or logits_to_keep else hidden)
+        )
         loss = None if labels is None else next_token_loss(logits, labels, items)
         return (None if loss_only else logits), loss
 
     def zero_state(self, batch_size: int) -> RecurrentState:
         """The state before the first token: zeros, on the model's device."""
-        layers = tuple(
-            layer.mixer.zero_state(batch_size, self.device, self.dtype) for layer in self.config.layer_configs()
-        )
+        layers = tuple(layer.zero_state(batch_size, self.device, self.dtype) for layer in self.config.layer_configs())
         context = torch.zeros((batch_size, 0), dtype=torch.int32, device=self.device)
         position = torch.zeros(batch_size, dtype=torch.long, device=self.device)
         return RecurrentState(layers, position, context=context if self.config.reads_tokens() else None)
@@ -347,6 +341,8 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
     def fingerprint(self) -> str:
         """SHA-256 (hex) over the layer descriptions and every tensor: equal only for models that compute the same."""
         digest = hashlib.sha256(json.dumps(self.config.layers, sort_keys=True).encode())
+        for name, value in self.config.added().items():
+            digest.update(f"{name} {json.dumps(value, sort_keys=True)}".encode())
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -6,43 +6,131 @@ A checkpoint's config.json is read into a `PlainConfig`, which needs neither tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from longrecall.errors import UserError, did_you_mean
-from longrecall.layers.descriptions.base import MixerConfig
+from longrecall.layers.descriptions.base import MixerConfig, StateShapes, under
+from longrecall.layers.descriptions.block import BlockConfig, NormConfig
+from longrecall.layers.descriptions.mlp import MLPConfig
 from longrecall.layers.mixers.registry import mixer_config
 from longrecall.models.limits import check_count, check_mixers
 from longrecall.models.value_checks import check_flag, check_mixer_values, check_number, check_whole
 
-LAYER_KEYS = ("mixer", "mlp_size")
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+ADDED = ("embedding_multiplier", "embedding_norm", "final_norm", "logits_multiplier", "logits_soft_cap")
+"""Fields of a config.json that are written only where they are not at their default: most models have none."""
+
+LAYER_KEYS = ("mixer", "mlp_size", "blocks")
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer: a token mixer and, unless `mlp_size` is 0, a SwiGLU MLP of that inner width."""
+    """One layer: residual blocks, one after the other.
 
-    mixer: MixerConfig
-    mlp_size: int = 0
+    Most layers have two, a token mixer and a SwiGLU MLP, each after an RMS norm; their plain description is
+    ``{"mixer": {...}, "mlp_size": N}`` (0 = no MLP). Any other is
+    ``{"blocks": [{"name": ..., "module": {...}}, ...]}``.
+    The state of the first block's module has its own names, that of another ``{block}.`` in front of them.
+    """
+
+    blocks: tuple[BlockConfig, ...]
 
     @classmethod
-    def from_dict(cls, description: dict[str, Any], index: int) -> LayerConfig:
+    def of(cls, mixer: MixerConfig, mlp_size: int = 0) -> Self:
+        """The usual layer: a token mixer and, unless `mlp_size` is 0, a SwiGLU MLP of that inner width."""
+        mlp = (BlockConfig("mlp", MLPConfig(mlp_size)),) if mlp_size else ()
+        return cls((BlockConfig("mixer", mixer), *mlp))
+
+    @classmethod
+    def from_dict(cls, description: dict[str, Any], index: int) -> Self:
         """Checked construction; errors name the layer."""
         for key in description:
             if key not in LAYER_KEYS:
                 raise UserError(f'layer {index} has no field "{key}".{did_you_mean(key, LAYER_KEYS)}')
-        mixer, mlp_size = description.get("mixer", {}), description.get("mlp_size", 0)
         try:
+            if "blocks" in description:
+                return cls(_blocks(description))
+            mixer, mlp_size = description.get("mixer", {}), description.get("mlp_size", 0)
             check_whole("mlp_size", mlp_size, least=0)
             check_mixer_values(mixer)
-            return cls(mixer_config(mixer), mlp_size)
+            return cls.of(mixer_config(mixer), mlp_size)
         except UserError as error:
             raise UserError(f"layer {index}: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` reads back."""
-        return {"mixer": self.mixer.to_dict(), "mlp_size": self.mlp_size}
+        if self == LayerConfig.of(self.mixer, self.mlp_size):
+            return {"mixer": self.mixer.to_dict(), "mlp_size": self.mlp_size}
+        return {"blocks": [block.to_dict() for block in self.blocks]}
+
+    @property
+    def mixer(self) -> MixerConfig:
+        """The first block's module: the token mixer, where the layer has one."""
+        return self.blocks[0].module
+
+    @property
+    def mlp_size(self) -> int:
+        """The inner width of the MLP after the token mixer; 0 = it has none."""
+        mlp = next((block.module for block in self.blocks[1:] if isinstance(block.module, MLPConfig)), None)
+        return 0 if mlp is None else mlp.inner_size
+
+    def parts(self) -> Iterator[tuple[str, MixerConfig]]:
+        """Every block's module with what stands before the names of its state: nothing for the first one."""
+        for index, block in enumerate(self.blocks):
+            yield (f"{block.name}." if index else ""), block.module
+
+    def state_shapes(self) -> StateShapes:
+        """Shape of every state tensor of one sequence, without the batch dimension."""
+        return {f"{path}{name}": shape for path, part in self.parts() for name, shape in part.state_shapes().items()}
+
+    def state_size(self) -> int:
+        """Numbers in the recurrent state of one sequence."""
+        return sum(part.state_size() for _, part in self.parts())
+
+    def caches(self) -> list[tuple[int, int | None]]:
+        """Caches that grow with the context, as `MixerConfig.caches` has them."""
+        return [cache for _, part in self.parts() for cache in part.caches()]
+
+    def zero_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The state before the first token, as `MixerConfig.zero_state` has it."""
+        parts = ((path, part.zero_state(batch, device, dtype)) for path, part in self.parts())
+        return {f"{path}{name}": tensor for path, state in parts for name, tensor in state.items()}
+
+
+def mixer_of(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain description of a layer's first module, the token mixer where it has one."""
+    found: dict[str, Any] = layer["blocks"][0]["module"] if "blocks" in layer else layer["mixer"]
+    return found
+
+
+def with_mixer(layer: Mapping[str, Any], mixer: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain description of the layer with another first module."""
+    if "blocks" not in layer:
+        return {**layer, "mixer": dict(mixer)}
+    first, *others = layer["blocks"]
+    return {**layer, "blocks": [{**first, "module": dict(mixer)}, *others]}
+
+
+def _blocks(description: Mapping[str, Any]) -> tuple[BlockConfig, ...]:
+    given = description["blocks"]
+    if len(description) > 1:
+        raise UserError('a layer has either "blocks" or "mixer" and "mlp_size"')
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise UserError(f'"blocks" is {given!r}; it must be a list of blocks')
+    blocks = []
+    for block in given:
+        module = block.get("module", {}) if isinstance(block, Mapping) else {}
+        check_mixer_values(module)
+        blocks.append(BlockConfig.from_dict(block, mixer_config(module)))
+    names = [block.name for block in blocks]
+    if len(set(names)) < len(names):
+        raise UserError(f"two blocks have one name ({', '.join(names)})")
+    return tuple(blocks)
 
 
 class ModelSizes:
@@ -56,6 +144,12 @@ class ModelSizes:
     residual_in_fp32: bool
     context_length: int | None
     initializer_range: float
+    # Most models have the defaults; a config for transformers has these only where they differ.
+    embedding_multiplier: float = 1.0
+    embedding_norm: dict[str, Any] | None = None
+    final_norm: dict[str, Any] | None = None
+    logits_multiplier: float = 1.0
+    logits_soft_cap: float | None = None
 
     @property
     def num_hidden_layers(self) -> int:
@@ -66,36 +160,40 @@ class ModelSizes:
         """The checked description of every layer."""
         return [LayerConfig.from_dict(layer, index) for index, layer in enumerate(self.layers)]
 
+    def added(self) -> dict[str, Any]:
+        """The fields of `ADDED` that are not at their default."""
+        return {name: getattr(self, name) for name in ADDED if getattr(self, name) != getattr(ModelSizes, name)}
+
     def state_size(self) -> int:
         """Numbers in the recurrent state of one sequence, all layers together."""
-        return sum(layer.mixer.state_size() for layer in self.layer_configs())
+        return sum(layer.state_size() for layer in self.layer_configs())
 
     def reads_tokens(self) -> bool:
         """Whether a layer looks up tokens that were read before, so that a state must keep their ids."""
-        return any(layer.mixer.reads_tokens for layer in self.layer_configs())
+        return any(part.reads_tokens for layer in self.layer_configs() for _, part in layer.parts())
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor of a checkpoint, in the order of docs/reference/tensors.md."""
         d = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embeddings.weight": (self.vocab_size, d)}
+        if self.embedding_norm is not None:
+            shapes |= under("model.embedding_norm", norm_config(self.embedding_norm).tensor_shapes(d))
         # Equal layers have equal tensors.
         known: dict[MixerConfig, dict[str, tuple[int, ...]]] = {}
         for index, layer in enumerate(self.layer_configs()):
-            prefix = f"model.layers.{index}."
-            shapes[f"{prefix}mixer_norm.weight"] = (d,)
-            if layer.mixer not in known:
-                known[layer.mixer] = layer.mixer.tensor_shapes(d)
-            for name, shape in known[layer.mixer].items():
-                shapes[f"{prefix}mixer.{name}"] = shape
-            if layer.mlp_size:
-                shapes[f"{prefix}mlp_norm.weight"] = (d,)
-                for name in ("gate", "up"):
-                    shapes[f"{prefix}mlp.{name}_proj.weight"] = (layer.mlp_size, d)
-                shapes[f"{prefix}mlp.down_proj.weight"] = (d, layer.mlp_size)
-        shapes["model.norm.weight"] = (d,)
+            for block in layer.blocks:
+                if block.module not in known:
+                    known[block.module] = block.module.tensor_shapes(d)
+                shapes |= under(f"model.layers.{index}", block.tensor_shapes(d, known[block.module]))
+        shapes |= under("model.norm", norm_config(self.final_norm).tensor_shapes(d))
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, d)
         return shapes
+
+
+def norm_config(description: Mapping[str, Any] | None) -> NormConfig:
+    """The checked norm of a plain description; None = an RMS norm."""
+    return NormConfig.from_dict({} if description is None else description)
 
 
 @dataclass
@@ -114,6 +212,11 @@ class PlainConfig(ModelSizes):
     residual_in_fp32: bool = True
     context_length: int | None = None
     initializer_range: float = 0.02
+    embedding_multiplier: float = 1.0
+    embedding_norm: dict[str, Any] | None = None
+    final_norm: dict[str, Any] | None = None
+    logits_multiplier: float = 1.0
+    logits_soft_cap: float | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     """What transformers alone reads, such as token ids."""
 
@@ -130,7 +233,23 @@ class PlainConfig(ModelSizes):
             raise UserError(f'"initializer_range" is {self.initializer_range!r}; it must be 0 or more')
         if self.context_length is not None:
             check_whole("context_length", self.context_length)
+        check_number("embedding_multiplier", self.embedding_multiplier)
+        check_number("logits_multiplier", self.logits_multiplier)
+        if self.logits_soft_cap is not None:
+            check_number("logits_soft_cap", self.logits_soft_cap, positive=True)
+        for name in ("embedding_norm", "final_norm"):
+            self._check_norm(name)
         self.layers = [LayerConfig.from_dict(layer, index).to_dict() for index, layer in enumerate(self.layers)]
+
+    def _check_norm(self, name: str) -> None:
+        given = getattr(self, name)
+        if given is not None:
+            try:
+                plain = NormConfig.from_dict(given).to_dict()
+            except UserError as error:
+                raise UserError(f'"{name}": {error}') from None
+            # An RMS norm without anything special is what `final_norm` is anyway.
+            setattr(self, name, plain if plain or name == "embedding_norm" else None)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
@@ -146,4 +265,4 @@ class PlainConfig(ModelSizes):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` and `RecurrentConfig.from_dict` read."""
-        return {name: getattr(self, name) for name in self.names()} | dict(self.more)
+        return {name: getattr(self, name) for name in self.names() - set(ADDED)} | self.added() | dict(self.more)

@@ -16,6 +16,7 @@ from torch import Tensor
 from longrecall.errors import UserError
 from longrecall.models.accounting import ModelAccount, account, retrieval_bytes
 from longrecall.models.config import RecurrentConfig
+from longrecall.models.sizes import mixer_of, with_mixer
 from longrecall.surgery.fresh import layer_generator
 from longrecall.surgery.handover import finished_config
 from longrecall.surgery.inside_retrieval import (
@@ -128,7 +129,7 @@ def expand_with(
     if operation.method.check_model is not None:
         operation.method.check_model(source.config, operation.options)
     chosen = select_layers(layers, len(source.config.layers))
-    plans = {layer: operation.plan(layer, source.config.layers[layer]["mixer"]) for layer in chosen}
+    plans = {layer: operation.plan(layer, mixer_of(source.config.layers[layer])) for layer in chosen}
     config = planned_config(source.config, plans)
     accounts = account(source.config), account(config), account(finished_config(config))
     context = config.context_length or UNKNOWN_CONTEXT
@@ -142,9 +143,9 @@ def expand_with(
 
 def planned_config(config: RecurrentConfig, plans: Mapping[int, Plan]) -> RecurrentConfig:
     """Return a copy of `config` in which every planned layer has its new mixer."""
-    descriptions = copy.deepcopy(config.layers)
+    descriptions = copy.deepcopy(list(config.layers))
     for layer, plan in plans.items():
-        descriptions[layer]["mixer"] = plan.mixer
+        descriptions[layer] = with_mixer(descriptions[layer], plan.mixer)
     return RecurrentConfig.from_dict(config.to_dict() | {"layers": descriptions})
 
 
@@ -184,7 +185,7 @@ def _edited(source: Checkpoint, operation: Operation, plans: Mapping[int, Plan])
     for layer, names in members.items():
         prefix = f"model.layers.{layer}."
         old = {name: source.read(prefix + name) for name in names}
-        new = edit_layer(layer, source.config.layers[layer]["mixer"], old, operation, len(source.surgery))
+        new = edit_layer(layer, mixer_of(source.config.layers[layer]), old, operation, len(source.surgery))
         del old
         for name in sorted(new):
             if not bool(torch.isfinite(new[name]).all()):

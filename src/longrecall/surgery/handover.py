@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from longrecall.errors import UserError
+from longrecall.models.sizes import mixer_of, with_mixer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +56,7 @@ def handover_tensors(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> di
 
 def handover_layers(config: RecurrentConfig) -> tuple[int, ...]:
     """Return the indices of the layers that are handing over."""
-    return tuple(i for i, layer in enumerate(config.layers) if layer["mixer"]["type"] == "handover")
+    return tuple(i for i, layer in enumerate(config.layers) if mixer_of(layer)["type"] == "handover")
 
 
 def finish_handover(
@@ -79,9 +80,9 @@ def finish_handover(
 
 def finished_config(config: RecurrentConfig) -> RecurrentConfig:
     """Return a copy of `config` in which every handover layer is its new mixer alone."""
-    descriptions = copy.deepcopy(config.layers)
+    descriptions = copy.deepcopy(list(config.layers))
     for layer in handover_layers(config):
-        descriptions[layer]["mixer"] = descriptions[layer]["mixer"]["new"]
+        descriptions[layer] = with_mixer(descriptions[layer], mixer_of(descriptions[layer])["new"])
     return type(config).from_dict(config.to_dict() | {"layers": descriptions})
 
 

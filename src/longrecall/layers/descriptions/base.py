@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from longrecall.layers.stepping.step import Step, StepSettings
-
 StateShapes = dict[str, tuple[int, ...]]
 TensorShapes = dict[str, tuple[int, ...]]
 
@@ -34,6 +32,9 @@ class MixerConfig:
     type: ClassVar[str] = ""
     layer_class: ClassVar[str] = ""
     """The layer that this describes, as ``package.module:Class``; it is made from the description and the width d."""
+    step_class: ClassVar[str] = ""
+    """Its decoding step, in the same form, made from the description, the layer and `StepSettings`; empty = the layer
+    says (layers/stepping/step.py)."""
     nested: ClassVar[tuple[str, ...]] = ()
     """Fields that are mixers themselves."""
     optional_fields: ClassVar[tuple[str, ...]] = ()
@@ -98,18 +99,6 @@ class MixerConfig:
         self.check_hidden_size(hidden_size)
         layer: nn.Module = pkgutil.resolve_name(self.layer_class)(self, hidden_size)
         return layer
-
-    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
-        """The step that decodes one token with `mixer`, built from this description.
-
-        It is the layer's own, where its class has a method ``decoding_step(description, settings)``, else its forward
-        pass.
-        """
-        from longrecall.layers.stepping.step import PlainStep
-
-        own = getattr(mixer, "decoding_step", None)
-        step: Step = PlainStep(self, mixer, settings) if own is None else own(self, settings)
-        return step
 
     @property
     def grows(self) -> bool:

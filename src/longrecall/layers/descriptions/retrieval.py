@@ -12,8 +12,6 @@ from longrecall.layers.descriptions.base import MixerConfig, StateShapes, Tensor
 if TYPE_CHECKING:
     from torch import nn
 
-    from longrecall.layers.stepping.step import Step, StepSettings
-
 SELECTORS = ("weighted", "hard")
 BLENDS = ("fixed", "learned", "input")
 
@@ -101,11 +99,6 @@ class RetrievalConfig(MixerConfig):
     def build(self, hidden_size: int) -> nn.Module:
         layer: nn.Module = pkgutil.resolve_name(self.layer_class)(self, hidden_size, self.base.build(hidden_size))
         return layer
-
-    def decoding_step(self, mixer: nn.Module, settings: StepSettings) -> Step:
-        base = self.base.decoding_step(mixer.get_submodule("base"), settings)
-        step: Step = pkgutil.resolve_name(self.step_class)(self, mixer, settings, base)
-        return step
 
     def why_no_room(self) -> str | None:
         return self.base.why_no_room()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from longrecall.layers.descriptions.attention import AttentionConfig
 from longrecall.layers.mixers.base import LayerState
-from longrecall.layers.norm import RMSNorm
+from longrecall.layers.norm import Norm
 from longrecall.layers.rotary import apply_rotary, token_positions
 from longrecall.layers.stepping.step import Buffers, MixerStep, Progress, Step, StepSettings
 from longrecall.layers.stepping.stream import Stream
@@ -210,7 +210,7 @@ class AttentionStep(MixerStep):
             cache = {name: tensor.roll(-(columns % room), 1) for name, tensor in buffers.items()}
         return self.mixer.trimmed(cache, progress.position[:, None] - 1)
 
-    def __call__(self, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor) -> None:
+    def __call__(self, stream: Stream, norm: Norm | None, buffers: Buffers, position: Tensor) -> None:
         mixer = self.mixer
         if not self.fused:
             stream.add(self._plain(stream.normed(norm)[:, None], buffers, position)[:, 0])

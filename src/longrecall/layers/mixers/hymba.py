@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from longrecall.layers.descriptions.hymba import HymbaConfig
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.nested import read_nested
-from longrecall.layers.norm import RMSNorm
-from longrecall.layers.stepping.step import Buffers, NestedSteps, Step, StepSettings, part_under
+from longrecall.layers.norm import Norm, RMSNorm
+from longrecall.layers.stepping.step import Buffers, NestedSteps, Step, StepSettings, part_under, step_of
 from longrecall.layers.stepping.stream import InnerStream, Stream
 from longrecall.layers.tokens import TokenContext
 
@@ -41,9 +41,12 @@ class Hymba(nn.Module):
         mask: Tensor | None,
         position: Tensor,
         context: TokenContext | None = None,
+        **carried: Tensor | None,
     ) -> tuple[Tensor, LayerState]:
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the states of the branches, prefixed ``attention.``, ``ssm.``..."""
-        branches, after = read_nested(self, self.paths, x, state, mask=mask, position=position, context=context)
+        branches, after = read_nested(
+            self, self.paths, x, state, mask=mask, position=position, context=context, carried=carried
+        )
         normed = [getattr(self, f"{path}_norm")(y) for path, y in zip(self.paths, branches, strict=True)]
         total = normed[0]
         for y in normed[1:]:
@@ -54,7 +57,7 @@ class Hymba(nn.Module):
     def decoding_step(self, config: HymbaConfig, settings: StepSettings) -> Step:
         """The step that decodes one token with this layer, described by `config`."""
         parts = config.branches().items()
-        inner = {path: part.decoding_step(self.get_submodule(path), settings) for path, part in parts}
+        inner = {path: step_of(part, self.get_submodule(path), settings) for path, part in parts}
         return HymbaStep(self, inner)
 
 
@@ -65,7 +68,7 @@ class HymbaStep(NestedSteps):
         super().__init__(inner)
         self.mixer = cast(Hymba, mixer)
 
-    def __call__(self, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor) -> None:
+    def __call__(self, stream: Stream, norm: Norm | None, buffers: Buffers, position: Tensor) -> None:
         total: Tensor | None = None
         for path, step in self.inner.items():
             branch = InnerStream(stream, [])

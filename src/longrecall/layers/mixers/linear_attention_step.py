@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from longrecall.layers.descriptions.base import MixerConfig
 from longrecall.layers.mixers.linear_attention import LinearAttentionMixer
-from longrecall.layers.norm import RMSNorm
-from longrecall.layers.stepping.step import Buffers, MixerStep, PlainStep, StatefulMixer, Step, StepSettings
+from longrecall.layers.norm import Norm
+from longrecall.layers.stepping.step import Buffers, MixerStep, PlainStep, Step, StepSettings
 from longrecall.layers.stepping.stream import Stream
 
 LARGEST_KEY = 1024
@@ -42,7 +43,7 @@ class LinearAttentionStep(MixerStep):
         """Arguments of the recurrence for the delta rule; none for plain linear attention."""
         return {}
 
-    def __call__(self, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor) -> None:
+    def __call__(self, stream: Stream, norm: Norm | None, buffers: Buffers, position: Tensor) -> None:
         from longrecall.ops.decoding.triton.elementwise import gated_norm
         from longrecall.ops.decoding.triton.recurrence import recurrence
 
@@ -112,10 +113,10 @@ class LinearAttentionStep(MixerStep):
 class StepKind(Protocol):
     """What makes the step of a family: its class."""
 
-    def __call__(self, config: StatefulMixer, mixer: Any, settings: StepSettings) -> Step: ...
+    def __call__(self, config: MixerConfig, mixer: Any, settings: StepSettings) -> Step: ...
 
 
-def linear_attention_step(kind: StepKind, config: StatefulMixer, mixer: Any, settings: StepSettings) -> Step:
+def linear_attention_step(kind: StepKind, config: MixerConfig, mixer: Any, settings: StepSettings) -> Step:
     """A step of this kind where the kernels serve the mixer, its forward pass on one token elsewhere."""
     serves = settings.kernels and mixer.head_width <= LARGEST_KEY
     return kind(config, mixer, settings) if serves else PlainStep(config, mixer, settings)

@@ -11,7 +11,7 @@ from longrecall.layers.descriptions.mamba2 import Mamba2Config
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.delta_net import reset_time_steps
 from longrecall.layers.mixers.linear_attention import mask_tokens
-from longrecall.layers.norm import RMSNorm, operand_dtype
+from longrecall.layers.norm import Norm, RMSNorm, operand_dtype
 from longrecall.layers.projections import project_gated
 from longrecall.layers.stepping.step import Buffers, MixerStep, PlainStep, Step, StepSettings
 from longrecall.layers.stepping.stream import Stream
@@ -85,7 +85,7 @@ class Mamba2Step(MixerStep):
 
     mixer: Mamba2
 
-    def __call__(self, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor) -> None:
+    def __call__(self, stream: Stream, norm: Norm | None, buffers: Buffers, position: Tensor) -> None:
         from longrecall.ops.decoding.triton.elementwise import Sum, convolve, gated_norm
         from longrecall.ops.decoding.triton.recurrence import Gate, recurrence
 

@@ -45,10 +45,17 @@ class Retrieval(RetrievalWeights):
     """
 
     def forward(
-        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor, context: TokenContext
+        self,
+        x: Tensor,
+        state: LayerState | None,
+        *,
+        mask: Tensor | None,
+        position: Tensor,
+        context: TokenContext,
+        **carried: Tensor | None,
     ) -> tuple[Tensor, LayerState]:
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state; `context` ends with the tokens of x."""
-        y, after = self.base(x, state_under(state, "base"), mask=mask, position=position)
+        y, after = self.base(x, state_under(state, "base"), mask=mask, position=position, **carried)
         y, vectors = self.retrieve(x, y, None if state is None else state["chunk"], context, mask)
         return y, {f"base.{name}": tensor for name, tensor in after.items()} | {"chunk": vectors}
 

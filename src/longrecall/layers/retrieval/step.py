@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrecall.layers.norm import RMSNorm
+from longrecall.layers.descriptions.retrieval import RetrievalConfig
+from longrecall.layers.norm import Norm
 from longrecall.layers.retrieval.module import Retrieval
 from longrecall.layers.stepping.step import (
     Buffers,
     NestedSteps,
     Progress,
-    StatefulMixer,
-    Step,
     StepSettings,
     part_under,
+    step_of,
 )
 from longrecall.layers.stepping.stream import InnerStream, Stream
 from longrecall.layers.tokens import EMBEDDING_EPS, TokenContext
@@ -44,7 +44,8 @@ class RetrievalStep(NestedSteps):
     `form_tables` makes from the weights.
     """
 
-    def __init__(self, config: StatefulMixer, mixer: nn.Module, settings: StepSettings, base: Step) -> None:
+    def __init__(self, config: RetrievalConfig, mixer: nn.Module, settings: StepSettings) -> None:
+        base = step_of(config.base, mixer.get_submodule("base"), settings)
         super().__init__({"base": base})
         assert settings.tokens is not None
         self.mixer = cast(Retrieval, mixer)
@@ -77,7 +78,7 @@ class RetrievalStep(NestedSteps):
     def tables(self) -> Sequence[RetrievalStep]:
         return () if self.memory is None else (self,)
 
-    def __call__(self, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor) -> None:
+    def __call__(self, stream: Stream, norm: Norm | None, buffers: Buffers, position: Tensor) -> None:
         mixer, chunk = self.mixer, buffers["chunk"]
         by_input = None if mixer.blend is None else mixer.blend.weight
         weights = [mixer.q_proj.weight, mixer.query_encoder.weight, *([] if by_input is None else [by_input])]
@@ -93,7 +94,7 @@ class RetrievalStep(NestedSteps):
         chunk.copy_(vectors)
         stream.add(y[:, 0])
 
-    def _fused(self, stream: Stream, norm: RMSNorm, base: InnerStream, vectors: Tensor, position: Tensor) -> None:
+    def _fused(self, stream: Stream, norm: Norm | None, base: InnerStream, vectors: Tensor, position: Tensor) -> None:
         """`Retrieval.retrieve` for one token in few launches, added to the stream; `vectors` in place.
 
         `base` holds what the layer's mixer gave.

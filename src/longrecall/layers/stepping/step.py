@@ -8,6 +8,7 @@ one place where a state is written in place: states are copied in by `load` and 
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from longrecall.layers.norm import RMSNorm
+from longrecall.layers.descriptions.base import MixerConfig
+from longrecall.layers.norm import Norm
+from longrecall.layers.passed import wanted, without_carried
 from longrecall.layers.stepping.stream import Stream
 
 Buffers = Mapping[str, Tensor]
@@ -73,7 +76,7 @@ class Step(Protocol):
     def allocate(self) -> dict[str, Tensor]:
         """New buffers, in the state before the first token; `clear` before they are used."""
 
-    def __call__(self, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor) -> None:
+    def __call__(self, stream: Stream, norm: Norm | None, buffers: Buffers, position: Tensor) -> None:
         """Add the mixer's output to the stream; `norm`: the layer's; `position` ``[B]``: tokens read before."""
 
     def clear(self, buffers: Buffers) -> None:
@@ -130,11 +133,32 @@ class MixerStep:
 class PlainStep(MixerStep):
     """The mixer's own forward pass on one token; its new state is copied over the old one."""
 
-    def __call__(self, stream: Stream, norm: RMSNorm, buffers: Buffers, position: Tensor) -> None:
-        y, after = self.mixer(stream.normed(norm)[:, None], dict(buffers), mask=None, position=position)
+    def __init__(self, config: MixerConfig, mixer: nn.Module, settings: StepSettings) -> None:
+        super().__init__(config, mixer, settings)
+        self.takes = sorted(wanted(config))
+
+    def __call__(self, stream: Stream, norm: Norm | None, buffers: Buffers, position: Tensor) -> None:
+        taken = {name: stream.carried.get(name) for name in self.takes}
+        y, after = self.mixer(stream.normed(norm)[:, None], dict(buffers), mask=None, position=position, **taken)
+        after, passed = without_carried(after)
+        stream.carried.update(passed)
         for name, tensor in after.items():
             buffers[name].copy_(tensor)
         stream.add(y[:, 0])
+
+
+def step_of(config: MixerConfig, mixer: nn.Module, settings: StepSettings) -> Step:
+    """The step that decodes one token with `mixer`, which was built from the description `config`.
+
+    It is the description's `step_class`, or the layer's own, where its class has a method
+    ``decoding_step(description, settings)``, else its forward pass.
+    """
+    if config.step_class:
+        named: Step = pkgutil.resolve_name(config.step_class)(config, mixer, settings)
+        return named
+    own = getattr(mixer, "decoding_step", None)
+    step: Step = PlainStep(config, mixer, settings) if own is None else own(config, settings)
+    return step
 
 
 class NestedSteps:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrecall.layers.mlp import SwiGLU
-from longrecall.layers.norm import RMSNorm
+from longrecall.layers.norm import Norm, RMSNorm
 
 FEW_ROWS = 4
 """Up to this batch size products are fused with what stands around them; beyond, a library's are faster."""
@@ -32,17 +32,18 @@ class Stream:
 
     def __init__(self, x: Tensor, dtype: torch.dtype) -> None:
         self.x, self.dtype = x, dtype
+        self.carried: dict[str, Tensor] = {}
+        """What earlier layers have passed on to later ones, ``[B, 1, ...]`` (layers/passed.py)."""
 
-    def normed(self, norm: RMSNorm) -> Tensor:
-        """The normed stream ``[B, d]`` in the weights' dtype."""
-        normed: Tensor = norm(self.x)
-        return normed.to(self.dtype)
+    def normed(self, norm: Norm | None) -> Tensor:
+        """The normed stream ``[B, d]`` in the weights' dtype; without a norm, the stream itself."""
+        return self.x.to(self.dtype) if norm is None else norm(self.x, self.dtype)
 
     def add(self, y: Tensor) -> None:
         """Add a layer's output ``[B, d]``."""
         self.x += y
 
-    def project(self, norm: RMSNorm, weights: list[Tensor]) -> list[Tensor]:
+    def project(self, norm: Norm | None, weights: list[Tensor]) -> list[Tensor]:
         """The normed stream times each weight ``[n, d]`` -> ``[B, n]``."""
         x = self.normed(norm)
         return [F.linear(x, weight) for weight in weights]
@@ -65,12 +66,15 @@ class FusedStream(Stream):
         super().__init__(x, dtype)
         self.update: Tensor | None = None
 
-    def normed(self, norm: RMSNorm) -> Tensor:
+    def normed(self, norm: Norm | None) -> Tensor:
         from longrecall.ops.decoding.triton.elementwise import add_norm
 
+        if not isinstance(norm, RMSNorm):
+            self._settle()
+            return super().normed(norm)
         out = torch.empty_like(self.x, dtype=self.dtype)
         update, self.update = self.update, None
-        return add_norm(self.x, update, norm.weight, norm.eps, out)
+        return add_norm(self.x, update, norm.scale, norm.eps, out)
 
     def add(self, y: Tensor) -> None:
         if self.update is not None:
@@ -83,17 +87,24 @@ class FusedStream(Stream):
         x = self.normed(norm)
         self.add(mlp.down_proj(silu_product(mlp.gate_proj(x), mlp.up_proj(x))))
 
+    def _settle(self) -> None:
+        if self.update is not None:
+            self.x += self.update
+            self.update = None
+
 
 class FewRowsStream(FusedStream):
     """The same for a handful of rows: norms and additions happen inside the products."""
 
     adds_inside_products = True
 
-    def project(self, norm: RMSNorm, weights: list[Tensor]) -> list[Tensor]:
+    def project(self, norm: Norm | None, weights: list[Tensor]) -> list[Tensor]:
         from longrecall.ops.decoding.triton.products import norm_and_project
 
         self._settle()
-        return norm_and_project(self.x, norm.weight, norm.eps, weights)
+        if not isinstance(norm, RMSNorm):
+            return super().project(norm, weights)
+        return norm_and_project(self.x, norm.scale, norm.eps, weights)
 
     def add_product(self, y: Tensor, weight: Tensor) -> None:
         from longrecall.ops.decoding.triton.products import add_product
@@ -105,13 +116,8 @@ class FewRowsStream(FusedStream):
         from longrecall.ops.decoding.triton.products import norm_and_gate_up
 
         self._settle()
-        y = norm_and_gate_up(self.x, norm.weight, norm.eps, mlp.gate_proj.weight, mlp.up_proj.weight)
+        y = norm_and_gate_up(self.x, norm.scale, norm.eps, mlp.gate_proj.weight, mlp.up_proj.weight)
         self.add_product(y, mlp.down_proj.weight)
-
-    def _settle(self) -> None:
-        if self.update is not None:
-            self.x += self.update
-            self.update = None
 
 
 class InnerStream(Stream):
@@ -124,22 +130,22 @@ class InnerStream(Stream):
 
     def __init__(self, stream: Stream, more: list[Tensor]) -> None:
         super().__init__(stream.x, stream.dtype)
-        self.stream, self.more = stream, more
+        self.stream, self.more, self.carried = stream, more, stream.carried
         self.rest: list[Tensor] | None = None
         self.found: Tensor | None = None
         self.product: tuple[Tensor, Tensor] | None = None
 
-    def normed(self, norm: RMSNorm) -> Tensor:
+    def normed(self, norm: Norm | None) -> Tensor:
         return self.stream.normed(norm)
 
-    def project(self, norm: RMSNorm, weights: list[Tensor]) -> list[Tensor]:
+    def project(self, norm: Norm | None, weights: list[Tensor]) -> list[Tensor]:
         if self.rest is not None or any(x.dtype != weights[0].dtype for x in self.more):
             return self.stream.project(norm, weights)
         found = self.stream.project(norm, [*weights, *self.more])
         self.rest = found[len(weights) :]
         return found[: len(weights)]
 
-    def projected(self, norm: RMSNorm) -> list[Tensor]:
+    def projected(self, norm: Norm | None) -> list[Tensor]:
         """The products with `more`, formed now if the inner layer has not asked for any."""
         return self.stream.project(norm, self.more) if self.rest is None else self.rest
 

@@ -93,7 +93,7 @@ Once `longrecall` is imported, `transformers.AutoModelForCausalLM.from_pretraine
 
 def _row(first: int, last: int, layer: LayerConfig) -> str:
     layers = first if first == last else f"{first}-{last}"
-    return f"| {layers} | {layer.mixer.type} | {layer.mixer.state_size():,} | {layer.mlp_size or '-'} |"
+    return f"| {layers} | {layer.mixer.type} | {layer.state_size():,} | {layer.mlp_size or '-'} |"
 
 
 def _surgery_line(record: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ def learned_shapes(recipe: LearnedRecipe, config: RecurrentConfig) -> dict[str, 
     shapes = {
         parameter_name(index, name): tuple(shape)
         for index, layer in enumerate(config.layer_configs())
-        for name, shape in layer.mixer.state_shapes().items()
+        for name, shape in layer.state_shapes().items()
         if takes_part(name, recipe.convolution)
     }
     if not shapes:
