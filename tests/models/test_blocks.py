@@ -207,3 +207,23 @@ def test_surgery_on_a_block(tmp_path: Path) -> None:
     assert larger.config.layer_configs()[1].blocks[0].multiplier == 0.5
     assert open_checkpoint(tmp_path / "larger").plain.state_size() > model.state_size()
     torch.testing.assert_close(larger(tokens).logits, model(tokens).logits)
+
+
+def test_surgery_finds_the_mixer_that_it_fits(tmp_path: Path) -> None:
+    """In a hybrid model `all` means every layer that the method fits, also inside of parallel branches."""
+    layers = [{"blocks": [one(module)]} for module in (MIXERS["attention"], MIXERS["hymba"], MLP, MIXERS["mamba2"])]
+    torch.manual_seed(0)
+    config = RecurrentConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, initializer_range=0.2, layers=layers)
+    model, tokens = RecurrentLM(config).double().eval(), ids()
+    save(model, tmp_path / "model")
+    for method, chosen, options in (("grow_state", (1, 3), {"state_dim": 8}), ("add_retrieval", (0, 1, 3), {})):
+        summary = expand(tmp_path / "model", tmp_path / method, method=method, init="preserve", layers="all", **options)
+        assert summary.chosen_layers == chosen
+        larger = longrecall.load(tmp_path / method)
+        torch.testing.assert_close(larger(tokens).logits, model(tokens).logits)
+        assert set(summary.touched) <= set(larger.state_dict())
+    inner = expand(tmp_path / "model", tmp_path / "no", "grow_state", layers=[1], dry_run=True, state_dim=8)
+    assert "model.layers.1.mixer.ssm.in_proj.weight" in inner.touched
+    for layers, message in ("0", "layer 0 is attention"), ("2", "layer 2 is mlp"), ("first:3", "only 2 layers"):
+        with pytest.raises(UserError, match=message):
+            expand(tmp_path / "model", tmp_path / "no", "grow_state", layers=layers, state_dim=8)

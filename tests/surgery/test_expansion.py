@@ -215,7 +215,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"method": "grow_states"}, 'Did you mean "grow_state"'),
     ({"init": "keep"}, 'init "keep" is unknown to grow_state'),
     ({"layers": "0,9"}, "9 is out of range"),
-    ({"layers": "all"}, "layer 1 is attention"),
+    ({"layers": "0,1"}, "layer 1 is attention"),
     ({"method": "merge_heads"}, "layer 0 is mamba2"),
     ({"factr": 2}, 'Did you mean "factor"'),
     ({"state_dim": 2}, "grow_state, layer 0 \\(mamba2\\): state_dim 2 is not larger"),

@@ -63,3 +63,13 @@ def test_every_is_statex_uniform_strategy(step: int, count: int) -> None:
     assert chosen[0] == 0 and all(later - earlier == step for earlier, later in itertools.pairwise(chosen))
     assert chosen[-1] + step >= count
     assert select_layers(",".join(map(str, chosen)), count) == chosen
+
+
+def test_a_hybrid_counts_the_layers_that_fit() -> None:
+    hybrid = (0, 1, 2, 4, 5, 6)  # every fourth layer is attention
+    assert select_layers("all", 8, hybrid) == hybrid
+    assert select_layers("every:3", 8, hybrid) == (0, 4)  # 0, 3, 6 would take layer 3
+    assert select_layers("every:2", 8, hybrid) == (0, 2, 4, 6)  # all of them fit
+    assert select_layers("first:4", 8, hybrid) == (0, 1, 2, 4)
+    assert select_layers("0,3", 8, hybrid) == (0, 3)  # named by hand: the method says what does not fit
+    assert select_layers("all", 8, ()) == tuple(range(8))

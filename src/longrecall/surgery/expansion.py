@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,13 +19,7 @@ from longrecall.models.config import RecurrentConfig
 from longrecall.models.sizes import mixer_of, with_mixer
 from longrecall.surgery.fresh import layer_generator
 from longrecall.surgery.handover import finished_config
-from longrecall.surgery.inside_retrieval import (
-    check_init_inside,
-    join_tensors,
-    plan_inside,
-    split_tensors,
-    works_inside,
-)
+from longrecall.surgery.inside import check_init_inside, join_tensors, mixer_at, path_to, plan_inside, split_tensors
 from longrecall.surgery.layer_selection import select_layers
 from longrecall.surgery.method import Method, Plan, Tensors
 from longrecall.surgery.registry import check_mixer, find_method
@@ -62,16 +56,15 @@ class Operation:
 
     def plan(self, layer: int, mixer: Mapping[str, Any]) -> Plan:
         """Return what one layer becomes; raise UserError, naming the layer, when this operation does not fit it."""
-        inside = works_inside(self.method, mixer)
-        target = mixer["base"] if inside else mixer
+        path = path_to(self.method, mixer)
+        target = mixer_at(mixer, path)
         check_mixer(self.method, layer, target)
-        if inside:
-            check_init_inside(layer, self.init)
+        check_init_inside(layer, mixer, path, self.init)
         try:
             plan = self.method.plan(target, self.init, self.options)
         except UserError as error:
             raise UserError(f"{self.method.name}, layer {layer} ({target['type']}): {error}") from None
-        return plan_inside(mixer, plan) if inside else plan
+        return plan_inside(mixer, path, plan)
 
 
 def expand(
@@ -128,7 +121,7 @@ def expand_with(
     source = open_checkpoint(src)
     if operation.method.check_model is not None:
         operation.method.check_model(source.config, operation.options)
-    chosen = select_layers(layers, len(source.config.layers))
+    chosen = select_layers(layers, len(source.config.layers), _fitting(operation.method, source.plain.layers))
     plans = {layer: operation.plan(layer, mixer_of(source.config.layers[layer])) for layer in chosen}
     config = planned_config(source.config, plans)
     accounts = account(source.config), account(config), account(finished_config(config))
@@ -139,6 +132,13 @@ def expand_with(
         tensors = _edited(source, operation, plans)
         write_checkpoint(source, dst, config, tensors, lambda: [*source.surgery, _record(summary, source)], force=force)
     return summary
+
+
+def _fitting(method: Method, layers: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Return the layers that have a mixer which `method` fits."""
+    mixers = [mixer_of(layer) for layer in layers]
+    targets = [mixer_at(mixer, path_to(method, mixer)) for mixer in mixers]
+    return tuple(index for index, target in enumerate(targets) if method.fits(str(target["type"])))
 
 
 def planned_config(config: RecurrentConfig, plans: Mapping[int, Plan]) -> RecurrentConfig:
@@ -167,10 +167,11 @@ def edit_layer(
             )
     generator = layer_generator(operation.seed, layer, earlier_surgeries)
     transform, init, options = operation.method.transform, operation.init, operation.options
-    if not works_inside(operation.method, mixer):
+    path = path_to(operation.method, mixer)
+    if not path:
         return transform(mixer, tensors, init, options, generator)
-    base, others = split_tensors(tensors)
-    return join_tensors(transform(mixer["base"], base, init, options, generator), others)
+    inner, others = split_tensors(tensors, path)
+    return join_tensors(transform(mixer_at(mixer, path), inner, init, options, generator), others, path)
 
 
 def _edited(source: Checkpoint, operation: Operation, plans: Mapping[int, Plan]) -> Iterator[tuple[str, Tensor]]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from longrecall.errors import UserError
 
 FORMS = "every:M, first:N, all, or a list such as 0,6,12"
 
 
-def select_layers(selection: str | Iterable[int], layer_count: int) -> tuple[int, ...]:
+def select_layers(
+    selection: str | Iterable[int], layer_count: int, fitting: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """Return the chosen layer indices, ascending.
+
+    `fitting` are the layers that the surgery fits, None = all. Where `every`, `first` or `all` would take another one,
+    as in a hybrid model, they count the fitting layers alone.
 
     `selection` is a text in one of four forms, or the indices themselves. `every:M` takes layers 0, M, 2M, ...: the
     uniform strategy of StateX, section 4.4, "expanding one layer every m consecutive layers, starting from the first".
@@ -20,22 +25,27 @@ def select_layers(selection: str | Iterable[int], layer_count: int) -> tuple[int
     if not isinstance(selection, str):
         return _from_indices(list(selection), layer_count)
     text = selection.strip()
-    if text == "all":
-        return tuple(range(layer_count))
+    every_layer = tuple(range(layer_count))
     form, colon, number = text.partition(":")
-    if colon and form.strip() in ("every", "first"):
-        return _from_form(form.strip(), _whole(number, text), text, layer_count)
-    return _from_indices([_whole(part, text) for part in text.split(",")], layer_count)
+    if text != "all" and not (colon and form.strip() in ("every", "first")):
+        return _from_indices([_whole(part, text) for part in text.split(",")], layer_count)
+    count = 1 if text == "all" else _whole(number, text)
+    chosen = _from_form("every" if text == "all" else form.strip(), count, text, every_layer)
+    if not fitting or set(chosen) <= set(fitting):
+        return chosen
+    return _from_form("every" if text == "all" else form.strip(), count, text, tuple(fitting))
 
 
-def _from_form(form: str, number: int, text: str, layer_count: int) -> tuple[int, ...]:
+def _from_form(form: str, number: int, text: str, counted: tuple[int, ...]) -> tuple[int, ...]:
     if number < 1:
         raise UserError(f'layers "{text}": the number after "{form}:" must be at least 1')
     if form == "every":
-        return tuple(range(0, layer_count, number))
-    if number > layer_count:
-        raise UserError(f'layers "{text}": the model has only {layer_count} layers; use first:{layer_count} or all')
-    return tuple(range(number))
+        return counted[::number]
+    if number > len(counted):
+        raise UserError(
+            f'layers "{text}": the model has only {len(counted)} layers for this; use first:{len(counted)} or all'
+        )
+    return counted[:number]
 
 
 def _from_indices(indices: list[int], layer_count: int) -> tuple[int, ...]:

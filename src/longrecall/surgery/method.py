@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from longrecall.errors import UserError, did_you_mean
+from longrecall.layers.mixers.registry import MIXERS
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +127,9 @@ class Method:
 
     def fits(self, kind: str) -> bool:
         """Return whether layers of mixer type `kind` can have this surgery."""
-        return self.mixers == ANY_MIXER or kind in self.mixers
+        if self.mixers == ANY_MIXER:
+            return not (kind in MIXERS and MIXERS[kind].positionwise)
+        return kind in self.mixers
 
     def check_init(self, init: str) -> None:
         """Raise UserError when `init` is no init of this method."""
