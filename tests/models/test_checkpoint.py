@@ -101,7 +101,7 @@ def test_opening_reads_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_reading_one_tensor_reads_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "out", config_of())
     read, asked = SafetensorsWeights.read, []
-    monkeypatch.setattr(SafetensorsWeights, "read", lambda self, name: asked.append(name) or read(self, name))
+    monkeypatch.setattr(SafetensorsWeights, "read", lambda self, names: asked.extend(names) or read(self, names))
     open_checkpoint(tmp_path / "out").read("model.norm.weight")
     assert asked == ["model.norm.weight"]
 

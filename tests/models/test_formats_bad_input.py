@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from longrecall.errors import UserError
 from longrecall.models.checkpoint import open_checkpoint, save
 from longrecall.models.config import RecurrentConfig
-from longrecall.models.formats import FORMATS, Format, detect, native, registry
+from longrecall.models.formats import FORMATS, detect, native, registry
+from longrecall.models.formats.format import Format
 from longrecall.models.formats.hub import locate
 from longrecall.models.formats.weights import listed
 from longrecall.models.recurrent_lm import RecurrentLM
@@ -76,17 +77,27 @@ def test_unknown_model_type(folder: Path) -> None:
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("kind", ["llama", "falcon_mamba", "rwkv", "qwen3_next", ["gla"], 3])
-def test_other_kinds_of_model_are_told_what_is_read(folder: Path, kind: object) -> None:
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [
+        ("llama", ": every layer is softmax attention, so it has no recurrent state to enlarge"),
+        ("lfm2", ": gated short convolution blocks are missing; they remember the last few tokens only"),
+        ("somebodys_model", ""),
+        (["gla"], ""),
+        (3, ""),
+    ],
+)
+def test_other_kinds_of_model_are_told_what_is_missing(folder: Path, kind: object, missing: str) -> None:
     edit_config(folder, model_type=kind)
     with pytest.raises(UserError) as caught:
         open_checkpoint(folder)
-    assert f'config.json: model_type "{kind}" is not a kind of model that longrecall reads. longrecall reads' in str(
-        caught.value
+    assert (
+        f'config.json: model_type "{kind}" is not a kind of model that longrecall reads{missing}. longrecall reads'
+        in str(caught.value)
     )
     assert "Did you mean" not in str(caught.value)
     for entry in FORMATS.values():
-        assert (entry.model_type or entry.name) in str(caught.value)
+        assert all(known in str(caught.value) for known in entry.model_types or [entry.name])
 
 
 def test_no_model_type(folder: Path) -> None:
@@ -303,11 +314,15 @@ def test_existing_folder_wins_over_the_hub(folder: Path, monkeypatch: pytest.Mon
 
 
 def test_format_registry_refuses_duplicates() -> None:
-    one = Format("one", "kind", native.layout)
-    with pytest.raises(ValueError, match="twice"):
-        registry([one, Format("two", "kind", native.layout)])
-    with pytest.raises(ValueError, match="twice"):
-        registry([one, Format("one", "other", native.layout)])
+    one = Format("one", ("kind",), native.layout, nested_types=("text",), mark="key")
+    for other in (
+        Format("two", ("other", "kind"), native.layout),
+        Format("one", ("other",), native.layout),
+        Format("two", ("other",), native.layout, nested_types=("text",)),
+        Format("two", (), native.layout, mark="key"),
+    ):
+        with pytest.raises(ValueError, match="twice"):
+            registry([one, other])
 
 
 @given(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import resource
 import struct
 import time
@@ -25,7 +26,7 @@ from longrecall.layers.mixers.registry import mixer_config
 from longrecall.models import limits, value_checks
 from longrecall.models.checkpoint import open_checkpoint, save
 from longrecall.models.config import RecurrentConfig
-from longrecall.models.formats import FORMATS
+from longrecall.models.formats import FORMATS, detect
 from longrecall.models.formats.fields import Fields
 from longrecall.models.initialising import initialise
 from longrecall.models.loading import load
@@ -33,7 +34,9 @@ from longrecall.models.recurrent_lm import RecurrentLM
 from tests.conftest import MIXERS
 
 MAMBA_SSM: tuple[dict[str, Any], ...] = ({"ssm_cfg": {}}, {"ssm_cfg": {"layer": "Mamba2"}})
-FOREIGN = [{"model_type": kind} for kind in FORMATS if kind not in (None, "longrecall")] + list(MAMBA_SSM)
+FOREIGN = [
+    {"model_type": kind} for entry in FORMATS.values() if entry.name != "native" for kind in entry.model_types
+] + list(MAMBA_SSM)
 
 
 def plain(value: Any) -> Any:
@@ -76,14 +79,14 @@ def keys_read(method: str, index: int) -> list[tuple[str, ...]]:
     original = getattr(Fields, method)
 
     def record(self: Fields, name: str, *rest: Any, **options: Any) -> Any:
-        path = ("ssm_cfg", name) if "ssm_cfg" in self.where else ("attn", name) if "attn" in self.where else (name,)
-        found.append(path)
+        # A section of the file is named in the place: config.json: "text_config".
+        found.append((*re.findall(r'"(\w+)"', self.where), name))
         return original(self, name, *rest, **options)
 
     raw = FOREIGN[index]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fields, method, record)
-        FORMATS[raw.get("model_type")].layout({**raw, **attention(raw)}, "config.json")
+        detect(raw, "").layout({**raw, **attention(raw)}, "config.json")
     # `optional_integer` asks for what is there, so that it has to be named here.
     optional = [("num_kv_heads",), ("num_v_heads",), ("intermediate_size",)] if attention(raw) else []
     optional += [] if "ssm_cfg" in raw else [("max_position_embeddings",)]
@@ -92,7 +95,7 @@ def keys_read(method: str, index: int) -> list[tuple[str, ...]]:
 
 def attention(raw: dict[str, Any]) -> dict[str, Any]:
     """A hybrid layer, where the format has them."""
-    fla = raw.get("model_type") not in (None, "mamba", "mamba2")
+    fla = detect(raw, "").name.startswith("fla_")
     return {"attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 8}} if fla else {}
 
 

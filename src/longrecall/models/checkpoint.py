@@ -5,33 +5,27 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from safetensors import SafetensorError
-
 from longrecall.errors import UserError, did_you_mean
-from longrecall.files import ELSEWHERE, check_no_input, make_readable
+from longrecall.files import ELSEWHERE, check_no_input
 from longrecall.models.accounting import account
 from longrecall.models.formats import detect
 from longrecall.models.formats.hub import COMPANION_PATTERNS, locate
-from longrecall.models.formats.matching import match
+from longrecall.models.formats.layout import Layout
+from longrecall.models.formats.matching import Match, match
+from longrecall.models.formats.native import NAME as NATIVE
 from longrecall.models.formats.native import model_card
-from longrecall.models.formats.sources import Layout
-from longrecall.models.formats.weights import (
-    SAFETENSORS_FILE,
-    SAFETENSORS_INDEX,
-    Weights,
-    listed,
-    open_weights,
-    read_json,
-)
+from longrecall.models.formats.origin import ORIGIN_FOLDER, Origin, read_origin
+from longrecall.models.formats.quantised import refuse_quantised
+from longrecall.models.formats.shards import ShardWriter, disk_errors
+from longrecall.models.formats.weights import Weights, listed, open_weights, read_json
 from longrecall.models.limits import check_numbers
 from longrecall.models.sizes import PlainConfig
 from longrecall.models.surgery_records import SURGERY_FILE, read_surgery
@@ -60,11 +54,10 @@ class Checkpoint:
     path: Path
     source_format: str
     surgery: list[dict[str, Any]]
+    _raw: dict[str, Any]
     _layout: Layout
     _weights: Weights
-    _found: dict[str, str | None]
-    """Native name -> the foreign name it is read from; None = a constant."""
-    _shapes: dict[str, tuple[int, ...]] = field(repr=False)
+    _match: Match
 
     @property
     def config(self) -> RecurrentConfig:
@@ -76,19 +69,30 @@ class Checkpoint:
         """The same without transformers: all sizes."""
         return self._layout.plain
 
+    @cached_property
+    def origin(self) -> Origin | None:
+        """The foreign checkpoint that this is, or was made of; None where it was native from the beginning.
+
+        Raises:
+            UserError: what a native checkpoint has kept of it is damaged.
+        """
+        if self.source_format == NATIVE:
+            return read_origin(self.path / ORIGIN_FOLDER)
+        return Origin(self.source_format, self._raw, self._match.spelt, self._match.travelling, self._weights)
+
     def names(self) -> list[str]:
         """Native tensor names in the order of the config."""
-        return list(self._found)
+        return list(self._match.plan.shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Native shape of a tensor."""
-        return self._shapes[self._known(name)]
+        return self._match.plan.shapes[self._known(name)]
 
     def dtype(self, name: str) -> torch.dtype:
         """Storage type of a tensor."""
-        foreign = self._found[self._known(name)]
+        parts = self._match.plan.parts
         # A constant has no type of its own: it takes the one that most of the model has.
-        return self._weights.dtype(foreign or self._found["model.embeddings.weight"] or "")
+        return self._weights.dtype((parts[self._known(name)] or parts["model.embeddings.weight"])[0].name)
 
     def read(self, name: str) -> Tensor:
         """Return one tensor under its native name and shape, in its storage type, on the CPU, as a copy of the file.
@@ -98,17 +102,28 @@ class Checkpoint:
         """
         import torch
 
-        foreign, source = self._found[self._known(name)], self._layout.sources[name]
-        if foreign is None:
-            return torch.full(self._shapes[name], source.constant, dtype=self.dtype(name))
-        tensor = self._weights.read(foreign)
+        mapped: list[Tensor] = []
+
+        def read(names: list[str]) -> list[Tensor]:
+            mapped.extend(self._weights.read(names))
+            return mapped
+
+        plan = self._match.plan
+        tensor = plan.assemble(self._known(name), read).to(self.dtype(name))
         for copy, original in self._layout.copies.items():
-            if original == name and copy in self._weights.names() and not torch.equal(self._weights.read(copy), tensor):
+            if (
+                original == name
+                and copy in self._match.spelt
+                and not torch.equal(self._weights.read([copy])[0], tensor)
+            ):
                 raise UserError(
-                    f'{self.path}: "{copy}" differs from "{foreign}", but config.json says they are tied; '
-                    "set tie_word_embeddings (tie_embeddings) to false"
+                    f'{self.path}: "{copy}" differs from "{plan.parts[name][0].name}", but config.json says they are '
+                    "tied; set tie_word_embeddings (tie_embeddings) to false"
                 )
-        return source.transform(tensor).clone(memory_format=torch.contiguous_format)
+        of_file = {whole.untyped_storage().data_ptr() for whole in mapped}
+        if tensor.untyped_storage().data_ptr() in of_file:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        return tensor.contiguous()
 
     def sha256(self) -> str:
         """SHA-256 (hex) of config.json and the weight files, names included, read in pieces."""
@@ -127,11 +142,12 @@ class Checkpoint:
     def files(self) -> list[Path]:
         """Every file that the checkpoint consists of, whether its weights are read or not."""
         own = [self.path / "config.json", self.path / SURGERY_FILE, *self._weights.files, *self.companion_files()]
+        own += (self.path / ORIGIN_FOLDER).glob("*")
         return sorted({path for path in own if path.is_file()})
 
     def _known(self, name: str) -> str:
-        if name not in self._found:
-            raise UserError(f'{self.path} has no tensor "{name}".{did_you_mean(name, self._found)}')
+        if name not in self._match.plan.shapes:
+            raise UserError(f'{self.path} has no tensor "{name}".{did_you_mean(name, self.names())}')
         return name
 
 
@@ -150,16 +166,16 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     where = str(folder / "config.json")
     raw = read_json(folder / "config.json")
     form = detect(raw, where)
+    refuse_quantised(raw, where)
     try:
         layout = form.layout(raw, where)
-        shapes = layout.plain.tensor_shapes()
-        check_numbers(shapes.values(), "the model")
+        check_numbers(layout.plain.tensor_shapes().values(), "the model")
         check_numbers([[layout.plain.state_size()]], "the state of a sequence")
     except UserError as error:
         raise error if str(error).startswith(where) else UserError(f"{where}: {error}") from None
     weights = open_weights(folder, form.allow_torch)
     found = match(folder, layout, weights)
-    return Checkpoint(folder, form.name, read_surgery(folder / SURGERY_FILE), layout, weights, found, shapes)
+    return Checkpoint(folder, form.name, read_surgery(folder / SURGERY_FILE), raw, layout, weights, found)
 
 
 def check_no_part(out: str | Path | None, path: str | Path, advice: str = ELSEWHERE) -> None:
@@ -181,6 +197,7 @@ class CheckpointWriter:
             for name in names:
                 writer.add(name, tensor)
             writer.set_surgery(records)
+            writer.set_origin(source.origin)
             writer.add_companions(source.companion_files())
 
     Everything goes into a hidden folder beside `out`, config.json last, and is renamed at the end; an exception removes
@@ -205,16 +222,14 @@ class CheckpointWriter:
         self._config: RecurrentConfig | None = None
         self._expected: dict[str, tuple[int, ...]] = {}
         self._surgery: list[dict[str, Any]] = []
-        self._shard: dict[str, Tensor] = {}
-        self._shard_bytes = 0
-        self._parts = 0
-        self._placed: dict[str, int] = {}
+        self._origin: Origin | None = None
         self._dtypes: dict[str, torch.dtype] = {}
-        self._bytes = 0
 
     def __enter__(self) -> Self:
-        with _disk_errors(self.out):
+        with disk_errors(self.out):
             self._place.open()
+        # The place is known by its full name from here on.
+        self._shards = ShardWriter(self.folder, self.max_shard_bytes, self.out)
         return self
 
     @property
@@ -236,30 +251,25 @@ class CheckpointWriter:
         """Set the surgery records, oldest first; an empty list writes no surgery.json."""
         self._surgery = list(records)
 
+    def set_origin(self, origin: Origin | None) -> None:
+        """Keep what there is of the foreign checkpoint that this one comes from; None = nothing."""
+        self._origin = origin
+
     def add(self, name: str, tensor: Tensor) -> None:
         """Take one tensor (any device; it is copied). UserError unless the config has this name and shape, once."""
         if self._config is None:
             raise RuntimeError("set_config must come before add")
         if name not in self._expected:
             raise UserError(f'tensor "{name}" has no place in the config.{did_you_mean(name, self._expected)}')
-        if name in self._placed:
-            raise UserError(f'tensor "{name}" was given twice')
         if tuple(tensor.shape) != self._expected[name]:
             wanted = list(self._expected[name])
             raise UserError(f'tensor "{name}" has shape {list(tensor.shape)}, the config asks for {wanted}')
-        size = tensor.numel() * tensor.element_size()
-        if self._shard and self._shard_bytes + size > self.max_shard_bytes:
-            self._flush()
-        # A copy of its own: the caller may reuse the memory, and safetensors refuses views that share storage.
-        self._shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._shard_bytes += size
-        self._bytes += size
-        self._placed[name] = self._parts
+        self._shards.add(name, tensor)
         self._dtypes[name] = tensor.dtype
 
     def add_companions(self, files: Iterable[Path]) -> None:
         """Copy files that belong beside the weights (`Checkpoint.companion_files`)."""
-        with _disk_errors(self.out):
+        with disk_errors(self.out):
             for path in files:
                 shutil.copyfile(path, self.folder / path.name)
 
@@ -268,31 +278,23 @@ class CheckpointWriter:
     ) -> None:
         try:
             if kind is None:
-                with _disk_errors(self.out):
+                with disk_errors(self.out):
                     self._finish()
                     self._place.put()
         finally:
             self._place.close()
 
-    def _flush(self) -> None:
-        if self._shard:
-            from safetensors.torch import save_file
-
-            path = self.folder / f"part-{self._parts:05d}.safetensors"
-            with _disk_errors(self.out):
-                save_file(self._shard, path, metadata={"format": "pt"})
-                make_readable(path)
-            self._parts += 1
-        self._shard, self._shard_bytes = {}, 0
-
     def _finish(self) -> None:
         if self._config is None:
             raise RuntimeError("set_config was never called")
-        missing = [name for name in self._expected if name not in self._placed]
+        missing = [name for name in self._expected if name not in self._dtypes]
         if missing:
             raise UserError(f"tensors of the config were never given: {listed(missing)}")
-        self._flush()
-        self._name_shards()
+        self._shards.finish()
+        if self._origin is not None:
+            kept = ShardWriter(self.folder / ORIGIN_FOLDER, self.max_shard_bytes, self.out)
+            self._origin.write(kept.folder, kept.add)
+            kept.finish()
         dtype = self._dtypes["model.embeddings.weight"]
         if self._surgery:
             self._write(SURGERY_FILE, json.dumps(self._surgery, indent=2, default=str) + "\n")
@@ -306,37 +308,8 @@ class CheckpointWriter:
         }
         self._write("config.json", json.dumps(stored, indent=2, sort_keys=True) + "\n")
 
-    def _name_shards(self) -> None:
-        """Give the parts their final names, now that their number is known, and index them."""
-        parts = sorted(self.folder.glob("part-*.safetensors"))
-        if len(parts) == 1:
-            parts[0].rename(self.folder / SAFETENSORS_FILE)
-            return
-        final = [f"model-{index + 1:05d}-of-{len(parts):05d}.safetensors" for index in range(len(parts))]
-        for part, name in zip(parts, final, strict=True):
-            part.rename(self.folder / name)
-        weight_map = {name: final[shard] for name, shard in sorted(self._placed.items())}
-        index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
-        self._write(SAFETENSORS_INDEX, json.dumps(index, indent=2) + "\n")
-
     def _write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def _disk_errors(out: Path) -> Iterator[None]:
-    """Turn what the operating system says about writing `out` into one line for the user."""
-    try:
-        yield
-    except UserError:
-        raise
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(f"{out} cannot be written: {reason}; nothing was left there") from None
-    except SafetensorError as error:
-        # safetensors reports a full disk as its own error type, with the system's words inside.
-        reason = re.sub(r"^.*?I/?[oO] error:\s*", "", str(error))
-        raise UserError(f"{out} cannot be written: {reason}; nothing was left there") from None
 
 
 def save(
@@ -364,7 +337,7 @@ def save(
         for name in model.config.tensor_shapes():
             writer.add(name, tensors[name])
         writer.set_surgery(surgery or [])
-        with _disk_errors(writer.out):
+        with disk_errors(writer.out):
             if tokenizer is not None:
                 tokenizer.save_pretrained(str(writer.folder))
             if model.generation_config is not None:

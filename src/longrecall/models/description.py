@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from longrecall.errors import UserError, did_you_mean
 from longrecall.files import expand_home
 from longrecall.models.formats import native
-from longrecall.models.formats.sources import Layout
+from longrecall.models.formats.layout import Layout
 from longrecall.models.formats.weights import read_json
 from longrecall.models.limits import LAYERS
 from longrecall.models.sizes import PlainConfig

@@ -48,4 +48,5 @@ def write_checkpoint(
         for name, tensor in tensors:
             writer.add(name, tensor)
         writer.set_surgery(records())
+        writer.set_origin(source.origin)
         writer.add_companions(source.companion_files())

@@ -160,6 +160,7 @@ def write_model(writer: CheckpointWriter, model: RecurrentLM, source: Checkpoint
     for name in model.config.tensor_shapes():
         writer.add(name, tensors[name])
     writer.set_surgery(source.surgery)
+    writer.set_origin(source.origin)
     companions = source.companion_files()
     writer.add_companions(companions)
     if not any(path.name.startswith("tokenizer") for path in companions):

@@ -1,9 +1,11 @@
-"""Checkpoint formats: one file each. `detect` chooses by config.json; a new format is one file and one line here."""
+"""Checkpoint formats: one file each. `detect` chooses by config.json; a new format is one file and one line here.
+
+docs/reference/formats.md says how to write one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 from longrecall.errors import UserError, did_you_mean
@@ -17,46 +19,36 @@ from longrecall.models.formats import (
     transformers_mamba,
     transformers_mamba2,
 )
-from longrecall.models.formats.sources import Layout
+from longrecall.models.formats.format import Format
+from longrecall.models.formats.unread import missing_part
 
 
-@dataclass(frozen=True)
-class Format:
-    """A checkpoint format that longrecall reads.
-
-    Attributes:
-        name: what `info` prints.
-        model_type: the value of "model_type" in its config.json, None when `ssm_cfg` marks it instead.
-        layout: parsed config.json and its name for errors -> the checkpoint as a native one.
-        allow_torch: its weights may also be a `pytorch_model.bin`.
-    """
-
-    name: str
-    model_type: str | None
-    layout: Callable[[dict[str, Any], str], Layout]
-    allow_torch: bool = False
-
-
-def registry(formats: Iterable[Format]) -> dict[str | None, Format]:
-    """Return formats by model_type; ValueError when two share a name or a model_type."""
-    table: dict[str | None, Format] = {}
+def registry(formats: Iterable[Format]) -> dict[str, Format]:
+    """Return formats by name; ValueError when two share a name, a model_type or a mark."""
+    table: dict[str, Format] = {}
+    known: set[tuple[str, str]] = set()
     for entry in formats:
-        if entry.model_type in table or entry.name in {known.name for known in table.values()}:
-            raise ValueError(f"checkpoint format {entry.name} ({entry.model_type}) is registered twice")
-        table[entry.model_type] = entry
+        own = {("model_type", kind) for kind in entry.model_types} | {("text", kind) for kind in entry.nested_types}
+        own |= {("mark", entry.mark)} if entry.mark is not None else set()
+        if entry.name in table or own & known:
+            raise ValueError(f"checkpoint format {entry.name} ({', '.join(entry.model_types)}) is registered twice")
+        table[entry.name] = entry
+        known |= own
     return table
 
 
 FORMATS = registry(
     (
-        Format("native", native.MODEL_TYPE, native.layout),
-        Format("fla_gla", fla_gla.MODEL_TYPE, fla_gla.layout),
-        Format("fla_gated_delta_net", fla_gated_delta_net.MODEL_TYPE, fla_gated_delta_net.layout),
-        Format("fla_delta_net", fla_delta_net.MODEL_TYPE, fla_delta_net.layout),
-        Format("fla_retnet", fla_retnet.MODEL_TYPE, fla_retnet.layout),
-        Format("transformers_mamba", transformers_mamba.MODEL_TYPE, transformers_mamba.layout),
-        Format("transformers_mamba2", transformers_mamba2.MODEL_TYPE, transformers_mamba2.layout),
-        Format("mamba_ssm", None, mamba_ssm.layout, allow_torch=True),
+        Format(native.NAME, (native.MODEL_TYPE,), native.layout),
+        Format("fla_gla", ("gla",), fla_gla.layout, fla_gla.stock_config),
+        Format(
+            "fla_gated_delta_net", ("gated_deltanet",), fla_gated_delta_net.layout, fla_gated_delta_net.stock_config
+        ),
+        Format("fla_delta_net", ("delta_net",), fla_delta_net.layout, fla_delta_net.stock_config),
+        Format("fla_retnet", ("retnet",), fla_retnet.layout, fla_retnet.stock_config),
+        Format("transformers_mamba", ("mamba",), transformers_mamba.layout, transformers_mamba.stock_config),
+        Format("transformers_mamba2", ("mamba2",), transformers_mamba2.layout, transformers_mamba2.stock_config),
+        Format("mamba_ssm", (), mamba_ssm.layout, mamba_ssm.stock_config, mark="ssm_cfg", allow_torch=True),
     )
 )
 
@@ -69,22 +61,41 @@ def detect(raw: dict[str, Any], where: str) -> Format:
         where: its file name, for errors.
 
     Raises:
-        UserError: no format fits; the message lists those there are and the nearest name.
+        UserError: no format fits; the message says what is missing, or lists those there are and the nearest name.
     """
-    kind = raw.get("model_type")
-    if kind is None and "ssm_cfg" in raw:
-        return FORMATS[None]
-    if isinstance(kind, str) and kind in FORMATS:
-        return FORMATS[kind]
+    kind, text = raw.get("model_type"), raw.get("text_config")
+    inner = text.get("model_type") if isinstance(text, dict) else None
+    for entry in FORMATS.values():
+        if kind in entry.model_types or inner in entry.nested_types:
+            return entry
+        if kind is None and entry.mark is not None and entry.mark in raw:
+            return entry
     if kind is None:
-        raise UserError(f'{where} has neither "model_type" nor "ssm_cfg"; {kinds_read()}')
+        marks = " nor ".join(f'"{entry.mark}"' for entry in FORMATS.values() if entry.mark is not None)
+        raise UserError(f'{where} has neither "model_type" nor {marks}; {kinds_read()}')
+    start = f'{where}: model_type "{kind}" is not a kind of model that longrecall reads'
+    code = " The Python code that comes with it is never run." if raw.get("auto_map") else ""
+    if (missing := missing_part(kind, inner)) is not None:
+        raise UserError(f"{start}: {missing}.{code} {kinds_read()}")
     # Only for a slip of the pen: "llama" is no misspelt "gla".
-    hint = did_you_mean(str(kind), [name for name in FORMATS if name is not None], cutoff=0.8)
-    raise UserError(f'{where}: model_type "{kind}" is not a kind of model that longrecall reads.{hint} {kinds_read()}')
+    hint = did_you_mean(str(kind), [name for entry in FORMATS.values() for name in entry.model_types], cutoff=0.8)
+    raise UserError(f"{start}.{code}{hint} {kinds_read()}")
+
+
+def find_format(name: str) -> Format:
+    """Return the format that a user means: its name, or its model_type; UserError with the nearest name for others."""
+    for entry in FORMATS.values():
+        if name == entry.name or name in entry.model_types:
+            return entry
+    written = [entry.name for entry in FORMATS.values() if entry.stock_config is not None]
+    raise UserError(
+        f'there is no checkpoint format "{name}".{did_you_mean(name, written)} Those that are written: '
+        f"{', '.join(written)}"
+    )
 
 
 def kinds_read() -> str:
     """Return the sentence that lists every kind of checkpoint there is a format for."""
-    named = [entry.model_type for entry in FORMATS.values() if entry.model_type is not None]
-    others = [entry.name for entry in FORMATS.values() if entry.model_type is None]
+    named = [kind for entry in FORMATS.values() for kind in entry.model_types]
+    others = [entry.name for entry in FORMATS.values() if not entry.model_types]
     return f"longrecall reads model_type {', '.join(named)}, and checkpoints of {' and '.join(others)}"

@@ -107,6 +107,13 @@ class Fields:
         self._seen.add(name)
         return self.raw.get(name, default)
 
+    def section(self, name: str) -> Fields:
+        """Return the mapping under `name` for inspection; its own `finish` has to be called. Absent is empty."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise self.fail(name, "it must be a mapping")
+        return Fields(value, f'{self.where}: "{name}"')
+
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
         """Return a whole number from `least` to the limit of `name`; without a default the key must be there."""
         value = self.get(name, _MISSING if default is None else default)

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longrecall.errors import UserError
+from longrecall.models.formats.expressions import Source
 from longrecall.models.formats.fields import Fields
-from longrecall.models.formats.sources import Layout, RepeatHeads, Source, squeeze_conv
+from longrecall.models.formats.layout import Layout
+from longrecall.models.formats.sources import constant, repeat_heads, same, squeeze_conv
+from longrecall.models.formats.stock import common_fields, expansion, merged
 from longrecall.models.sizes import PlainConfig
 from longrecall.models.value_checks import LARGEST
 
@@ -79,19 +82,87 @@ def fla_layout(raw: dict[str, Any], where: str, defaults: Defaults, mixer: Calla
     )
 
 
+def fla_stock_config(
+    plain: PlainConfig, kept: dict[str, Any], defaults: Defaults, kind: str, architecture: str, own: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the config.json of an fla model; `own` are the fields of the family's mixer, the others are shared.
+
+    Args:
+        plain: the native model.
+        kept: the config.json that it was read from, or {}.
+        defaults: of the family.
+        kind, architecture: its "model_type" and the name of its class.
+        own: what `mixer` of `fla_layout` reads.
+    """
+    width = next((layer["mlp_size"] for layer in plain.layers if "mlp_size" in layer), 0)
+    ratio, given = kept.get("hidden_ratio", defaults.hidden_ratio), kept.get("intermediate_size")
+    said = bool(kept) and mlp_width(plain.hidden_size, ratio, given) == width
+    return merged(
+        kept,
+        {
+            "model_type": kind,
+            "architectures": [architecture],
+            **common_fields(plain),
+            "norm_eps": plain.norm_eps,
+            **({} if said else {"intermediate_size": width}),
+            "attn": _attention_field(plain, kept),
+            **own,
+        },
+    )
+
+
+def head_fields(kept: dict[str, Any], mixer: dict[str, Any], hidden_size: int) -> dict[str, Any]:
+    """The widths of heads as factors of hidden_size: the inverse of `head_width`."""
+    names = {"expand_k": "key_dim", "expand_v": "value_dim"}
+    widths = {key: mixer["num_heads"] * mixer[name] for key, name in names.items()}
+    return {key: expansion(kept, key, width, hidden_size) for key, width in widths.items()}
+
+
+def conv_fields(kept: dict[str, Any], width: int) -> dict[str, Any]:
+    """The short convolutions: the inverse of `conv_width`."""
+    return {"use_short_conv": width > 0, **({"conv_size": width} if width else {})}
+
+
+def _attention_field(plain: PlainConfig, kept: dict[str, Any]) -> Any:
+    """The softmax attention layers of a hybrid as "attn"; as it was written, where that says the same."""
+    specs: list[dict[str, Any]] = []
+    for index, layer in enumerate(plain.layers):
+        mixer = layer.get("mixer", {})
+        if mixer.get("type") != "attention":
+            continue
+        spec = {
+            "num_heads": mixer["num_heads"],
+            "num_kv_heads": mixer["kv_heads"],
+            "qkv_bias": mixer["qkv_bias"],
+            "window_size": mixer["window"],
+            "rope_theta": mixer["rope_theta"],
+        }
+        same_spec = next((known for known in specs if {**known, "layers": []} == {"layers": [], **spec}), None)
+        if same_spec is None:
+            specs.append({"layers": [index], **spec})
+        else:
+            same_spec["layers"].append(index)
+    field = None if not specs else specs[0] if len(specs) == 1 else specs
+    said, wanted = (
+        _attention_layers(Fields({"attn": value}, ""), plain.hidden_size, len(plain.layers))
+        for value in (kept.get("attn"), field)
+    )
+    return kept.get("attn") if said == wanted else field
+
+
 def _eps(mixer: Mixer, norm_eps: float) -> dict[str, float]:
     return {} if mixer.description["type"] == "attention" else {"norm_eps": norm_eps}
 
 
 def _block_sources(mixers: Sequence[Mixer], tied: bool) -> dict[str, Source]:
-    sources = {name: Source.of(name) for name in ("model.embeddings.weight", "model.norm.weight")}
+    sources = {name: same(name) for name in ("model.embeddings.weight", "model.norm.weight")}
     if not tied:
-        sources["lm_head.weight"] = Source.of("lm_head.weight")
+        sources["lm_head.weight"] = same("lm_head.weight")
     for index, mixer in enumerate(mixers):
         block = f"model.layers.{index}."
-        sources[f"{block}mixer_norm.weight"] = Source.of(f"{block}attn_norm.weight")
+        sources[f"{block}mixer_norm.weight"] = same(f"{block}attn_norm.weight")
         for name in ("mlp_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
-            sources[f"{block}{name}.weight"] = Source.of(f"{block}{name}.weight")
+            sources[f"{block}{name}.weight"] = same(f"{block}{name}.weight")
         for name, source in mixer.sources.items():
             sources[f"{block}mixer.{name}"] = source.under(f"{block}attn.")
     return sources
@@ -136,33 +207,28 @@ def key_value_repeats(fields: Fields, heads: int) -> int:
 
 def projections(names: Sequence[str]) -> dict[str, Source]:
     """Tensors that are called the same on both sides."""
-    return {name: Source.of(name) for name in names}
+    return {name: same(name) for name in names}
 
 
 def convolutions(width: int) -> dict[str, Source]:
     """The short convolutions on q, k and v, when there are any."""
-    return {f"{n}_conv.weight": Source.of(f"{n}_conv1d.weight", transform=squeeze_conv) for n in "qkv"} if width else {}
+    return {f"{n}_conv.weight": squeeze_conv(same(f"{n}_conv1d.weight")) for n in "qkv"} if width else {}
 
 
 def shared_heads(sources: dict[str, Source], names: Sequence[str], heads: int, repeats: int) -> dict[str, Source]:
     """Return `sources` with the rows of the named tensors repeated per query head; unchanged when none are shared."""
-    if repeats == 1:
-        return sources
     own = heads // repeats
-    repeated = {
-        name: Source(source.names, RepeatHeads(own, repeats, source.transform))
-        for name, source in sources.items()
-        if name in names
-    }
-    return {**sources, **repeated}
+    return {n: repeat_heads(source, own, repeats) if n in names else source for n, source in sources.items()}
 
 
 def gated_norm(fields: Fields) -> Source:
     """The per-head output norm of GLA and RetNet: its name depends on fuse_norm, its scale may be fixed at 1."""
+    fused = fields.get("fuse_norm", True) is not False
     if fields.get("elementwise_affine", True) in (True, None):
-        return Source.of("g_norm_swish_gate.weight", "g_norm.weight")
+        names = ("g_norm_swish_gate.weight", "g_norm.weight")
+        return same(*(names if fused else reversed(names)))
     fields.flag("elementwise_affine", True)
-    return Source(())
+    return constant(1.0)
 
 
 def _attention_layers(fields: Fields, hidden: int, count: int) -> dict[int, Mixer]:

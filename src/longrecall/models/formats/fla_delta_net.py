@@ -8,20 +8,38 @@ from longrecall.models.formats.fields import Fields
 from longrecall.models.formats.fla_common import (
     Defaults,
     Mixer,
+    conv_fields,
     conv_width,
     convolutions,
     fla_layout,
+    fla_stock_config,
+    head_fields,
     head_width,
     projections,
 )
-from longrecall.models.formats.sources import Layout
+from longrecall.models.formats.layout import Layout
+from longrecall.models.formats.stock import first_module
+from longrecall.models.sizes import PlainConfig
 
-MODEL_TYPE = "delta_net"
+_DEFAULTS = Defaults()
 
 
 def layout(raw: dict[str, Any], where: str) -> Layout:
     """Read a DeltaNet config.json (parsed; `where` names it in errors). UserError for what cannot be reproduced."""
-    return fla_layout(raw, where, Defaults(), _mixer)
+    return fla_layout(raw, where, _DEFAULTS, _mixer)
+
+
+def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of fla's DeltaNet for a native model; `kept` is the one that it was read from, or {}."""
+    mixer = first_module(plain, "delta_net")
+    own = {
+        "num_heads": mixer["num_heads"],
+        **head_fields(kept, mixer, plain.hidden_size),
+        **conv_fields(kept, mixer["conv_width"]),
+        "use_gate": mixer["output_gate"],
+        "allow_neg_eigval": mixer["negative_eigenvalues"],
+    }
+    return fla_stock_config(plain, kept, _DEFAULTS, "delta_net", "DeltaNetForCausalLM", own)
 
 
 def _mixer(fields: Fields, hidden: int) -> Mixer:

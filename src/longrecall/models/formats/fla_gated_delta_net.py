@@ -5,15 +5,42 @@ from __future__ import annotations
 from typing import Any
 
 from longrecall.models.formats.fields import Fields
-from longrecall.models.formats.fla_common import Defaults, Mixer, conv_width, convolutions, fla_layout, projections
-from longrecall.models.formats.sources import Layout
+from longrecall.models.formats.fla_common import (
+    Defaults,
+    Mixer,
+    conv_fields,
+    conv_width,
+    convolutions,
+    fla_layout,
+    fla_stock_config,
+    projections,
+)
+from longrecall.models.formats.layout import Layout
+from longrecall.models.formats.stock import expansion, first_module
+from longrecall.models.sizes import PlainConfig
 
-MODEL_TYPE = "gated_deltanet"
+_DEFAULTS = Defaults(num_hidden_layers=21)
 
 
 def layout(raw: dict[str, Any], where: str) -> Layout:
     """Read a config.json (parsed; `where` names it in errors). UserError for what cannot be reproduced."""
-    return fla_layout(raw, where, Defaults(num_hidden_layers=21), _mixer)
+    return fla_layout(raw, where, _DEFAULTS, _mixer)
+
+
+def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of fla's Gated DeltaNet for a native model; `kept`: the one it was read from, or {}."""
+    mixer = first_module(plain, "gated_delta_net")
+    shared = mixer["value_heads"] != mixer["num_heads"] or kept.get("num_v_heads") is not None
+    own = {
+        "num_heads": mixer["num_heads"],
+        **({"num_v_heads": mixer["value_heads"]} if shared else {}),
+        "head_dim": mixer["key_dim"],
+        "expand_v": expansion(kept, "expand_v", mixer["value_dim"], mixer["key_dim"]),
+        **conv_fields(kept, mixer["conv_width"]),
+        "use_gate": mixer["output_gate"],
+        "allow_neg_eigval": mixer["negative_eigenvalues"],
+    }
+    return fla_stock_config(plain, kept, _DEFAULTS, "gated_deltanet", "GatedDeltaNetForCausalLM", own)
 
 
 def _mixer(fields: Fields, hidden: int) -> Mixer:

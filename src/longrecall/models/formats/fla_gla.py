@@ -8,25 +8,42 @@ from longrecall.models.formats.fields import Fields
 from longrecall.models.formats.fla_common import (
     Defaults,
     Mixer,
+    conv_fields,
     conv_width,
     convolutions,
     fla_layout,
+    fla_stock_config,
     gated_norm,
+    head_fields,
     head_width,
     key_value_repeats,
     projections,
     shared_heads,
 )
-from longrecall.models.formats.sources import Layout
+from longrecall.models.formats.layout import Layout
+from longrecall.models.formats.stock import first_module
+from longrecall.models.sizes import PlainConfig
 
-MODEL_TYPE = "gla"
+_DEFAULTS = Defaults()
 # fla's model passes neither to its layer, so every checkpoint has these two.
 GATE_RANK, GATE_DIVISOR = 16, 16.0
 
 
 def layout(raw: dict[str, Any], where: str) -> Layout:
     """Read a GLA config.json (parsed; `where` names it in errors). UserError for what cannot be reproduced."""
-    return fla_layout(raw, where, Defaults(), _mixer)
+    return fla_layout(raw, where, _DEFAULTS, _mixer)
+
+
+def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of fla's GLA for a native model; `kept` is the one that it was read from, or {}."""
+    mixer = first_module(plain, "gla")
+    own = {
+        "num_heads": mixer["num_heads"],
+        **head_fields(kept, mixer, plain.hidden_size),
+        **conv_fields(kept, mixer["conv_width"]),
+        "use_output_gate": mixer["output_gate"],
+    }
+    return fla_stock_config(plain, kept, _DEFAULTS, "gla", "GLAForCausalLM", own)
 
 
 def _mixer(fields: Fields, hidden: int) -> Mixer:

@@ -9,20 +9,35 @@ from longrecall.models.formats.fla_common import (
     Defaults,
     Mixer,
     fla_layout,
+    fla_stock_config,
     gated_norm,
+    head_fields,
     head_width,
     key_value_repeats,
     projections,
     shared_heads,
 )
-from longrecall.models.formats.sources import Layout
+from longrecall.models.formats.layout import Layout
+from longrecall.models.formats.stock import first_module
+from longrecall.models.sizes import PlainConfig
 
-MODEL_TYPE = "retnet"
+_DEFAULTS = Defaults(hidden_ratio=2)
 
 
 def layout(raw: dict[str, Any], where: str) -> Layout:
     """Read a RetNet config.json (parsed; `where` names it in errors). UserError for what cannot be reproduced."""
-    return fla_layout(raw, where, Defaults(hidden_ratio=2), _mixer)
+    return fla_layout(raw, where, _DEFAULTS, _mixer)
+
+
+def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of fla's RetNet for a native model; `kept` is the one that it was read from, or {}."""
+    mixer = first_module(plain, "retnet")
+    own = {
+        "num_heads": mixer["num_heads"],
+        **head_fields(kept, mixer, plain.hidden_size),
+        "use_output_gate": mixer["output_gate"],
+    }
+    return fla_stock_config(plain, kept, _DEFAULTS, "retnet", "RetNetForCausalLM", own)
 
 
 def _mixer(fields: Fields, hidden: int) -> Mixer:

@@ -22,10 +22,14 @@ COMPANION_PATTERNS = (
     "spiece.model",
     "chat_template.*",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "*image_processor_config.json",
     "LICENSE*",
     "NOTICE*",
 )
-_WEIGHT_PATTERNS = (SAFETENSORS_FILE, SAFETENSORS_INDEX, "model-*.safetensors")
+_WEIGHT_PATTERNS = (SAFETENSORS_FILE, SAFETENSORS_INDEX, "model-*.safetensors", "origin/*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from longrecall.models.formats.sources import Layout, Source, squeeze_conv
+from longrecall.models.formats.layout import Layout
+from longrecall.models.formats.sources import same, squeeze_conv
 from longrecall.models.sizes import PlainConfig
 
 # Either spelling loads: mamba_ssm says embedding, transformers embeddings (and renames on loading).
@@ -17,29 +18,33 @@ EMBEDDINGS = ("backbone.embeddings.weight", "backbone.embedding.weight")
 _NAMES = ("in_proj.weight", "x_proj.weight", "dt_proj.weight", "dt_proj.bias", "A_log", "D", "out_proj.weight")
 
 
-def mamba_layout(config: dict[str, Any], mixer: dict[str, Any], layers: int) -> Layout:
-    """Build the layout of `layers` equal Mamba blocks; `config` holds the other keys of a native config.json."""
+def mamba_layout(config: dict[str, Any], mixer: dict[str, Any], layers: int, *, head_stored: bool = False) -> Layout:
+    """Build the layout of `layers` equal Mamba blocks; `config` holds the other keys of a native config.json.
+
+    `head_stored`: a head that is tied to the embedding is written nevertheless.
+    """
     tied = config["tie_word_embeddings"]
     sources = {
-        "model.embeddings.weight": Source.of(*EMBEDDINGS),
-        "model.norm.weight": Source.of("backbone.norm_f.weight"),
+        "model.embeddings.weight": same(*EMBEDDINGS),
+        "model.norm.weight": same("backbone.norm_f.weight"),
     }
     if not tied:
-        sources["lm_head.weight"] = Source.of("lm_head.weight")
+        sources["lm_head.weight"] = same("lm_head.weight")
     names = [*_NAMES, *(["in_proj.bias", "out_proj.bias"] if mixer["proj_bias"] else [])]
     for index in range(layers):
         block, foreign = f"model.layers.{index}.", f"backbone.layers.{index}."
-        sources[f"{block}mixer_norm.weight"] = Source.of(f"{foreign}norm.weight")
+        sources[f"{block}mixer_norm.weight"] = same(f"{foreign}norm.weight")
         for name in names:
-            sources[f"{block}mixer.{name}"] = Source.of(f"{foreign}mixer.{name}")
-        sources[f"{block}mixer.conv.weight"] = Source.of(f"{foreign}mixer.conv1d.weight", transform=squeeze_conv)
+            sources[f"{block}mixer.{name}"] = same(f"{foreign}mixer.{name}")
+        sources[f"{block}mixer.conv.weight"] = squeeze_conv(same(f"{foreign}mixer.conv1d.weight"))
         if mixer["conv_bias"]:
-            sources[f"{block}mixer.conv.bias"] = Source.of(f"{foreign}mixer.conv1d.bias")
+            sources[f"{block}mixer.conv.bias"] = same(f"{foreign}mixer.conv1d.bias")
     description = {"mixer": {"type": "mamba", **mixer}, "mlp_size": 0}
     return Layout(
         plain=PlainConfig.from_dict({**config, "layers": [description] * layers}),
         sources=sources,
         copies={"lm_head.weight": "model.embeddings.weight"} if tied else {},
+        copies_written=head_stored,
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from longrecall.models.formats.fields import Fields
+from longrecall.models.formats.layout import Layout
 from longrecall.models.formats.mamba2_common import mamba2_layout
 from longrecall.models.formats.mamba_common import mamba_layout, time_step_rank
-from longrecall.models.formats.sources import Layout
+from longrecall.models.formats.stock import expansion, first_module, merged, modules
+from longrecall.models.sizes import PlainConfig
 
 # Both norms are built without an epsilon from the config, so every checkpoint has this one.
 NORM_EPS = 1e-5
@@ -17,9 +20,7 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
     """Read a MambaConfig (parsed; `where` names the file in errors). UserError for what cannot be reproduced."""
     fields = Fields(raw, where)
     hidden, layers = fields.integer("d_model", 2560), fields.integer("n_layer", 64)
-    given = fields.get("ssm_cfg", {})
-    if not isinstance(given, dict):
-        raise fields.fail("ssm_cfg", "it must be a mapping")
+    given = fields.section("ssm_cfg").raw
     first = given.get("layer", "Mamba1") == "Mamba1"
     mixer = (_mamba if first else _mamba2)(given, f'{where}: "ssm_cfg"', hidden)
     fields.require("d_intermediate", 0, [0, None], "Mamba blocks have no MLP here")
@@ -36,7 +37,43 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
         **fields.token_ids(),
     }
     fields.finish()
-    return (mamba_layout if first else mamba2_layout)(config, mixer, layers)
+    # mamba_ssm stores a tied head too, and asks for it.
+    return (mamba_layout if first else mamba2_layout)(config, mixer, layers, head_stored=True)
+
+
+def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:
+    """Return the MambaConfig of mamba_ssm for a native model; `kept` is the one that it was read from, or {}."""
+    first = any(module["type"] == "mamba" for layer in plain.layers for module in modules(layer))
+    mixer = first_module(plain, "mamba" if first else "mamba2")
+    old, width = kept.get("ssm_cfg", {}), plain.hidden_size
+    multiple = kept.get("pad_vocab_size_multiple", 8 if plain.vocab_size % 8 == 0 else 1)
+    said = kept and -(-kept.get("vocab_size", 50277) // multiple) * multiple == plain.vocab_size
+    own = {
+        "expand": expansion(old, "expand", mixer["inner_dim"], width),
+        "d_state": mixer["state_dim"],
+        "d_conv": mixer["conv_width"],
+        "conv_bias": mixer["conv_bias"],
+        "bias": mixer["proj_bias"],
+    }
+    if first:
+        # Versions from before Mamba-2 know no "layer".
+        rank = old.get("dt_rank", "auto")
+        own |= {} if time_step_rank(rank, width) == mixer["dt_rank"] else {"dt_rank": mixer["dt_rank"]}
+    else:
+        low, high = mixer["time_step_limit"]
+        own |= {"layer": "Mamba2", "headdim": mixer["head_dim"], "ngroups": mixer["groups"]}
+        if "dt_limit" in old or (low, high) != (0.0, None):
+            own["dt_limit"] = [low, math.inf if high is None else high]
+    fields = {
+        "d_model": width,
+        "n_layer": len(plain.layers),
+        **({} if said else {"vocab_size": plain.vocab_size, "pad_vocab_size_multiple": multiple}),
+        "ssm_cfg": merged(old, own),
+        "rms_norm": True,
+        "residual_in_fp32": plain.residual_in_fp32,
+        "tie_embeddings": plain.tie_word_embeddings,
+    }
+    return merged(kept, fields)
 
 
 def _mamba(given: dict[str, Any], where: str, hidden: int) -> dict[str, Any]:

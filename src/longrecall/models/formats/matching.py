@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from longrecall.errors import UserError
-from longrecall.models.formats.sources import Layout, Source
+from longrecall.models.formats.layout import Layout, TensorPlan
+from longrecall.models.formats.quantised import quantised_by_name, quantised_tensor
 from longrecall.models.formats.weights import Weights, listed
 
 
-def match(folder: Path, layout: Layout, weights: Weights) -> dict[str, str | None]:
-    """Return native name -> foreign name (None = a constant) once every tensor is accounted for.
+@dataclass(frozen=True)
+class Match:
+    """What a file has of the tensors of a layout.
+
+    Attributes:
+        plan: the tensors, spelt as in the file.
+        spelt: names of the file that are not what the format would write by itself: other spellings, stored copies.
+        travelling: names of tensors that only travel along.
+    """
+
+    plan: TensorPlan
+    spelt: tuple[str, ...]
+    travelling: tuple[str, ...]
+
+
+def match(folder: Path, layout: Layout, weights: Weights) -> Match:
+    """Return where every native tensor is, once every tensor of the files is accounted for.
 
     Args:
         folder: named in errors.
@@ -18,36 +35,42 @@ def match(folder: Path, layout: Layout, weights: Weights) -> dict[str, str | Non
         weights: what the files have.
 
     Raises:
-        UserError: a tensor that is missing, unknown, or of a wrong shape or type.
+        UserError: a tensor that is missing, unknown, or of a wrong shape or type; quantised weights.
     """
-    shapes = layout.plain.tensor_shapes()
     there = set(weights.names())
-    found: dict[str, str | None] = {}
-    for name in shapes:
-        source = layout.sources[name]
-        found[name] = next((candidate for candidate in source.names if candidate in there), None)
-    used = {foreign for foreign in found.values() if foreign is not None}
-    extra = {n for n in there - used - set(layout.copies) if not n.endswith(layout.ignored_suffixes or ("\0",))}
-    for name, foreign in found.items():
-        source = layout.sources[name]
-        if foreign is None and source.names:
+    plan = layout.plan(there)
+    travelling = {name for name in there - plan.foreign.keys() if name.startswith(layout.travelling)}
+    known = plan.foreign.keys() | layout.copies.keys() | travelling
+    extra = {name for name in there - known if not name.endswith(layout.ignored_suffixes or ("\0",))}
+    method = quantised_by_name(extra)
+    if method is not None:
+        raise quantised_tensor(str(folder), next(n for n in sorted(extra) if quantised_by_name([n]) == method), method)
+    for name in plan.foreign:
+        if name not in there:
             hint = f"; the file has unknown tensors instead: {listed(extra)}" if extra else ""
-            raise UserError(f'{folder}: tensor "{source.names[0]}" is missing{hint}')
+            raise UserError(f'{folder}: tensor "{name}" is missing{hint}')
     if extra:
         raise UserError(f"{folder}: unknown tensors that config.json has no place for: {listed(extra)}")
-    for name, foreign in found.items():
-        if foreign is not None:
-            _check_shape(folder, foreign, layout.sources[name], weights, shapes[name])
-    return found
+    for name, wanted in plan.foreign.items():
+        shape = weights.shape(name)
+        if shape != wanted:
+            raise UserError(
+                f'{folder}: tensor "{name}" has shape {list(shape)}, but config.json asks for {list(wanted)}'
+            )
+        weights.check_type(name)
+    _check_equal_types(folder, plan, weights)
+    written = layout.plan(()).foreign.keys()
+    spelt = (plan.foreign.keys() - written) | (there & layout.copies.keys())
+    return Match(plan, tuple(sorted(spelt)), tuple(sorted(travelling)))
 
 
-def _check_shape(folder: Path, foreign: str, source: Source, weights: Weights, expected: tuple[int, ...]) -> None:
-    shape = weights.shape(foreign)
-    try:
-        fits = source.shape(shape) == expected
-    except ValueError:
-        fits = False
-    if not fits:
-        wanted = list(expected)
-        raise UserError(f'{folder}: tensor "{foreign}" has shape {list(shape)}, but config.json asks for {wanted}')
-    weights.check_type(foreign)
+def _check_equal_types(folder: Path, plan: TensorPlan, weights: Weights) -> None:
+    for native, parts in plan.parts.items():
+        if len(parts) > 1 and len(kinds := {weights.kind(part.name) for part in parts}) > 1:
+            first = parts[0].name
+            other = next(part.name for part in parts if weights.kind(part.name) != weights.kind(first))
+            shown = " and ".join(sorted(kinds))
+            raise UserError(
+                f'{folder}: tensors "{first}" and "{other}" have different types ({shown}), but belong to one, '
+                f'"{native}"; convert them to one type'
+            )

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from longrecall.errors import UserError
-from longrecall.models.formats.sources import Layout, Source
+from longrecall.models.formats.layout import Layout
+from longrecall.models.formats.sources import same
 from longrecall.models.sizes import LayerConfig, ModelSizes, PlainConfig
 
+NAME = "native"
 MODEL_TYPE = "longrecall"
 
-_FOR_CALLERS = ("output_attentions", "output_hidden_states", "return_dict")
-"""What a forward pass returns: for its callers to say, not for a file."""
+_NOT_OF_THE_MODEL = ("output_attentions", "output_hidden_states", "return_dict", "auto_map")
+"""What a forward pass returns, which is for its callers to say, and the code that an exported folder brings along."""
 _DTYPES = frozenset({"bfloat16", "float16", "float32", "float64", "half", "float", "double"})
 """What torch calls floating-point types that weights may be stored in."""
 
@@ -29,12 +31,12 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
         if name is not None and not (isinstance(name, str) and name in _DTYPES):
             raise UserError(f'{where}: "{key}" is {name!r}; it must be a floating-point type, such as "float32"')
     try:
-        plain = PlainConfig.from_dict({key: value for key, value in raw.items() if key not in _FOR_CALLERS})
+        plain = PlainConfig.from_dict({key: value for key, value in raw.items() if key not in _NOT_OF_THE_MODEL})
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     # transformers' save_pretrained keeps a copy of a tied head under some settings.
     copies = {"lm_head.weight": "model.embeddings.weight"} if plain.tie_word_embeddings else {}
-    return Layout(plain, {name: Source.of(name) for name in plain.tensor_shapes()}, copies)
+    return Layout(plain, {name: same(name) for name in plain.tensor_shapes()}, copies)
 
 
 def model_card(config: ModelSizes, parameters: int, dtype: str, surgery: Sequence[dict[str, Any]]) -> str:

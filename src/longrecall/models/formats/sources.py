@@ -1,127 +1,97 @@
-"""Where each tensor of a native model comes from in a foreign checkpoint."""
+"""Where each tensor of a native model comes from in a foreign checkpoint: one description, read in both directions.
+
+A source is a small expression over tensors of the foreign file. It is built by the functions at the end of this file::
+
+    query, key, value = split("attn.in_proj_qkv.weight", (2048, 2048, 4096))
+    sources = {
+        "mixer.q_proj.weight": query,
+        "mixer.o_proj.weight": same("attn.o_proj.weight"),
+        "mixer.q_conv.weight": squeeze_conv(same("attn.q_conv1d.weight")),
+        "mlp.up_proj": stack(same(f"experts.{i}.up_proj.weight") for i in range(8)),
+    }
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Sequence
 
-from longrecall.models.sizes import PlainConfig
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from longrecall.models.config import RecurrentConfig
-
-Shape = tuple[int, ...]
-
-
-class Transform(Protocol):
-    """Makes a native tensor of a foreign one, and tells the shape without it; ValueError where that cannot be."""
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """The native tensor."""
-        ...
-
-    def shape(self, foreign: Shape) -> Shape:
-        """The shape of it."""
-        ...
+from longrecall.models.formats.expressions import (
+    Constant,
+    Either,
+    Join,
+    Region,
+    Reorder,
+    RepeatHeads,
+    Reshape,
+    Shape,
+    Source,
+    SqueezeConvolution,
+    Stack,
+    Transpose,
+)
 
 
-@dataclass(frozen=True)
-class Same:
-    """The tensor as it is."""
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def shape(self, foreign: Shape) -> Shape:
-        return foreign
+def same(name: str, *other_spellings: str) -> Source:
+    """A foreign tensor as it is; files may have it under another spelling, and `name` is the one to write."""
+    return either(*(Region(spelling) for spelling in (name, *other_spellings)))
 
 
-@dataclass(frozen=True)
-class SqueezeConvolution:
-    """Depthwise ``nn.Conv1d`` weight `[channels, 1, width]` -> `[channels, width]`."""
+def split(name: str, sizes: Sequence[int], *, blocks: int = 1, dim: int = 0) -> tuple[Source, ...]:
+    """One foreign tensor that holds several native ones: the source of each, in the order of the file.
 
-    def __call__(self, tensor: Tensor) -> Tensor:
-        return tensor.reshape(self.shape(tuple(tensor.shape)))
-
-    def shape(self, foreign: Shape) -> Shape:
-        if len(foreign) != 3 or foreign[1] != 1:
-            raise ValueError(f"a depthwise convolution has shape [channels, 1, width], not {list(foreign)}")
-        return foreign[0], foreign[2]
-
-
-squeeze_conv = SqueezeConvolution()
-
-
-@dataclass(frozen=True)
-class RepeatHeads:
-    """Gives every query head its own copy of the rows of its shared key/value head.
-
-    Rows of the input are `heads` blocks of equal size; block h becomes blocks h*times .. h*times+times-1, which is how
-    grouped heads are expanded at run time. `first` runs before it (it may squeeze a convolution).
+    Args:
+        name: the foreign tensor.
+        sizes: entries of each along `dim`; of one block, where there are several.
+        blocks: how often the whole sequence of parts is repeated: `[q0 k0 | q1 k1 | ...]` has a block a head.
+        dim: the dimension along which they lie.
     """
-
-    heads: int
-    times: int
-    first: Transform = Same()
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        rows = self.first(tensor)
-        self.shape(tuple(tensor.shape))
-        blocks = rows.reshape(self.heads, rows.shape[0] // self.heads, *rows.shape[1:])
-        return blocks.repeat_interleave(self.times, dim=0).flatten(0, 1)
-
-    def shape(self, foreign: Shape) -> Shape:
-        rows, *rest = self.first.shape(foreign)
-        if rows % self.heads:
-            raise ValueError(f"{rows} rows cannot be split into {self.heads} heads")
-        return rows * self.times, *rest
+    total, start, found = sum(sizes), 0, []
+    for size in sizes:
+        found.append(Region(name, start, size, total, blocks, dim))
+        start += size
+    return tuple(found)
 
 
-@dataclass(frozen=True)
-class Source:
-    """One native tensor: the first of `names` that the file has, through `transform`.
-
-    With no names the tensor does not exist in the foreign model and has the fixed value `constant` (a norm without
-    learnt scale is a norm with scale 1).
-    """
-
-    names: tuple[str, ...]
-    transform: Transform = Same()
-    constant: float = 1.0
-
-    @classmethod
-    def of(cls, *names: str, transform: Transform = Same()) -> Source:
-        """Build a source from foreign names in the order of preference."""
-        return cls(names, transform)
-
-    def under(self, prefix: str) -> Source:
-        """Return the same source with `prefix` before every name."""
-        return Source(tuple(prefix + name for name in self.names), self.transform, self.constant)
-
-    def shape(self, foreign: Shape) -> Shape:
-        """Return the native shape that a foreign tensor of shape `foreign` becomes. ValueError when it cannot."""
-        return self.transform.shape(foreign)
+def either(first: Source, *others: Source) -> Source:
+    """Several ways in which files store the same tensor; `first` is the one to write where the file did not say."""
+    return Either((first, *others)) if others else first
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A foreign checkpoint read as a native one."""
+def squeeze_conv(source: Source) -> Source:
+    """A depthwise convolution `[channels, 1, width]`, which natively is `[channels, width]`."""
+    return SqueezeConvolution(source)
 
-    plain: PlainConfig
-    """What config.json says, in native terms."""
-    sources: dict[str, Source]
-    """Native tensor name -> where it comes from."""
-    copies: dict[str, str] = field(default_factory=dict)
-    """Foreign names that may be present but must equal a native tensor: a stored copy of a tied head."""
-    ignored_suffixes: tuple[str, ...] = ()
-    """Foreign names with these ends are computed constants, not learnt, and are skipped."""
 
-    @cached_property
-    def config(self) -> RecurrentConfig:
-        """The same for transformers."""
-        from longrecall.models.config import RecurrentConfig
+def reshaped(source: Source, foreign: Shape) -> Source:
+    """The same numbers in the same order; the foreign tensor has the shape `foreign`."""
+    return Reshape(source, foreign)
 
-        return RecurrentConfig.from_dict(self.plain.to_dict())
+
+def transposed(source: Source) -> Source:
+    """The last two dimensions exchanged."""
+    return Transpose(source)
+
+
+def reordered(source: Source, order: Iterable[int]) -> Source:
+    """Rows in another order: native row i is foreign row ``order[i]``."""
+    return Reorder(source, tuple(order))
+
+
+def repeat_heads(source: Source, heads: int, times: int) -> Source:
+    """`heads` shared blocks of rows, of which the native tensor has `times` copies each; 1 = as it is."""
+    return source if times == 1 else RepeatHeads(source, heads, times)
+
+
+def stack(sources: Iterable[Source]) -> Source:
+    """Many equal foreign tensors, which are one native tensor with a dimension more in front."""
+    return Stack(tuple(sources))
+
+
+def join(sources: Iterable[Source], sizes: Sequence[int], dim: int = 0) -> Source:
+    """Several foreign tensors one behind the other along `dim`; `sizes` are their entries there."""
+    return Join(tuple(sources), tuple(sizes), dim)
+
+
+def constant(value: float = 1.0) -> Source:
+    """A tensor whose numbers are all fixed, and which no file has: a norm without learnt scale is one of scale 1."""
+    return Constant(value)

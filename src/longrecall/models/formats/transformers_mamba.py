@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from longrecall.errors import UserError
 from longrecall.models.formats.fields import Fields
+from longrecall.models.formats.layout import Layout
 from longrecall.models.formats.mamba_common import mamba_layout, time_step_rank
-from longrecall.models.formats.sources import Layout
-
-MODEL_TYPE = "mamba"
+from longrecall.models.formats.stock import common_fields, expansion, first_module, merged
+from longrecall.models.sizes import PlainConfig
 
 
 def layout(raw: dict[str, Any], where: str) -> Layout:
@@ -44,3 +45,30 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
     }
     fields.finish()
     return mamba_layout(config, mixer, layers)
+
+
+def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:
+    """Return the MambaConfig of a native model as plain data; `kept` is the one that it was read from, or {}.
+
+    Raises:
+        UserError: a width that is no whole multiple of hidden_size, which MambaConfig does not take.
+    """
+    mixer = first_module(plain, "mamba")
+    rank, width = mixer["dt_rank"], plain.hidden_size
+    if mixer["inner_dim"] % width:
+        raise UserError(f"inner_dim is {mixer['inner_dim']}; MambaConfig wants a multiple of {width}")
+    said = time_step_rank(kept.get("time_step_rank", "auto"), width) == rank and bool(kept)
+    fields = {
+        "model_type": "mamba",
+        "architectures": ["MambaForCausalLM"],
+        **common_fields(plain),
+        "state_size": mixer["state_dim"],
+        "expand": expansion(kept, "expand", mixer["inner_dim"], width),
+        **({} if said else {"time_step_rank": rank}),
+        "conv_kernel": mixer["conv_width"],
+        "use_conv_bias": mixer["conv_bias"],
+        "use_bias": mixer["proj_bias"],
+        "layer_norm_epsilon": plain.norm_eps,
+        "residual_in_fp32": plain.residual_in_fp32,
+    }
+    return merged(kept, fields)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from longrecall.errors import UserError
 from longrecall.models.formats.fields import Fields
+from longrecall.models.formats.layout import Layout
 from longrecall.models.formats.mamba2_common import mamba2_layout
-from longrecall.models.formats.sources import Layout
-
-MODEL_TYPE = "mamba2"
+from longrecall.models.formats.stock import common_fields, expansion, first_module, json_number, merged
+from longrecall.models.sizes import PlainConfig
 
 
 def layout(raw: dict[str, Any], where: str) -> Layout:
@@ -52,3 +53,32 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
     }
     fields.finish()
     return mamba2_layout(config, mixer, layers)
+
+
+def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:
+    """Return the Mamba2Config of a native model as plain data; `kept` is the one that it was read from, or {}.
+
+    Raises:
+        UserError: a width that is no whole multiple of hidden_size, which Mamba2Config does not take.
+    """
+    mixer = first_module(plain, "mamba2")
+    low, high = mixer["time_step_limit"]
+    fields = {
+        "model_type": "mamba2",
+        "architectures": ["Mamba2ForCausalLM"],
+        **common_fields(plain),
+        "num_heads": mixer["inner_dim"] // mixer["head_dim"],
+        "head_dim": mixer["head_dim"],
+        "state_size": mixer["state_dim"],
+        "n_groups": mixer["groups"],
+        "expand": expansion(kept, "expand", mixer["inner_dim"], plain.hidden_size),
+        "conv_kernel": mixer["conv_width"],
+        "use_conv_bias": mixer["conv_bias"],
+        "use_bias": mixer["proj_bias"],
+        "time_step_limit": [low, json_number(high)],
+        "layer_norm_epsilon": plain.norm_eps,
+        "residual_in_fp32": plain.residual_in_fp32,
+    }
+    if mixer["inner_dim"] % plain.hidden_size:
+        raise UserError(f"inner_dim is {mixer['inner_dim']}; Mamba2Config wants a multiple of {plain.hidden_size}")
+    return merged(kept, fields)

@@ -6,13 +6,14 @@ import json
 import pickletools
 import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from safetensors import SafetensorError, safe_open
 
 from longrecall.errors import UserError
+from longrecall.models.formats.quantised import WAY_OUT
 from longrecall.models.limits import DESCRIPTION_BYTES, SHARDS, TENSORS, check_nesting, read_description_text
 from longrecall.units import format_bytes
 
@@ -45,14 +46,17 @@ class Weights(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of one tensor, without reading it."""
 
+    def kind(self, name: str) -> str:
+        """Return what the file calls the storage type of one tensor."""
+
     def check_type(self, name: str) -> None:
         """Raise `UserError` unless a tensor is stored as 16-, 32- or 64-bit floats."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the storage type of one tensor, without reading it; raises as `check_type`."""
 
-    def read(self, name: str) -> Tensor:
-        """Return the tensor, on the CPU. It may be backed by the file: callers that keep it copy it."""
+    def read(self, names: Sequence[str]) -> list[Tensor]:
+        """Return the tensors, on the CPU. They may be backed by the file: callers that keep them copy them."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -121,13 +125,14 @@ class SafetensorsWeights:
         """Shape of one tensor, from the header."""
         return self._info[name][0]
 
+    def kind(self, name: str) -> str:
+        """Storage type of one tensor as safetensors calls it, such as BF16."""
+        return self._info[name][1]
+
     def check_type(self, name: str) -> None:
         """UserError for integers and 8-bit formats."""
-        kind = self._info[name][1]
-        if kind not in _FLOATS:
-            raise UserError(
-                f'{self._file[name]}: tensor "{name}" has type {kind}; longrecall reads only {", ".join(_FLOATS)}'
-            )
+        if self.kind(name) not in _FLOATS:
+            raise _not_read(self._file[name], name, self.kind(name), _FLOATS)
 
     def dtype(self, name: str) -> torch.dtype:
         """Storage type of one tensor, from the header; raises as `check_type`."""
@@ -136,14 +141,24 @@ class SafetensorsWeights:
         self.check_type(name)
         return cast("torch.dtype", getattr(torch, _FLOATS[self._info[name][1]]))
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, mapped from the file."""
-        try:
-            with safe_open(str(self._file[name]), framework="pt", device="cpu") as handle:
-                tensor: Tensor = handle.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f'{self._file[name]}: tensor "{name}" cannot be read ({error})') from None
-        return tensor
+    def read(self, names: Sequence[str]) -> list[Tensor]:
+        """Tensors, mapped from the files; each file is opened once."""
+        found: dict[str, Tensor] = {}
+        for path in dict.fromkeys(self._file[name] for name in names):
+            wanted = [name for name in dict.fromkeys(names) if self._file[name] == path]
+            try:
+                with safe_open(str(path), framework="pt", device="cpu") as handle:
+                    found |= {name: handle.get_tensor(name) for name in wanted}
+            except (SafetensorError, OSError) as error:
+                raise UserError(f'{path}: tensor "{wanted[0]}" cannot be read ({error})') from None
+        return [found[name] for name in names]
+
+
+def _not_read(path: Path, name: str, kind: str, read: Iterable[str]) -> UserError:
+    return UserError(
+        f'{path}: tensor "{name}" has type {kind}; longrecall reads only {", ".join(read)}. '
+        f"If the weights are quantised, {WAY_OUT}"
+    )
 
 
 def _check_header(path: Path) -> None:
@@ -205,20 +220,23 @@ class TorchWeights:
         """Shape of one tensor."""
         return tuple(self._tensors[name].shape)
 
+    def kind(self, name: str) -> str:
+        """Storage type of one tensor as torch calls it, such as bfloat16."""
+        return str(self._tensors[name].dtype).removeprefix("torch.")
+
     def check_type(self, name: str) -> None:
         """UserError for integers and 8-bit formats."""
-        dtype = self._tensors[name].dtype
-        if str(dtype).removeprefix("torch.") not in _FLOATS.values():
-            raise UserError(f'{self.files[0]}: tensor "{name}" has type {dtype}; longrecall reads only {list(_FLOATS)}')
+        if self.kind(name) not in _FLOATS.values():
+            raise _not_read(self.files[0], name, self.kind(name), _FLOATS.values())
 
     def dtype(self, name: str) -> torch.dtype:
         """Storage type of one tensor; raises as `check_type`."""
         self.check_type(name)
         return self._tensors[name].dtype
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, mapped from the file."""
-        return self._tensors[name]
+    def read(self, names: Sequence[str]) -> list[Tensor]:
+        """Tensors, mapped from the file."""
+        return [self._tensors[name] for name in names]
 
 
 def _read_index(path: Path) -> dict[str, set[str] | None]:
