@@ -38,7 +38,8 @@ class RGLRU(nn.Module):
               h_t = a_t h_{t-1} + \sqrt{1 - a_t^2}\,(\sigma(W_i x_t + b_i) \circ x_t)
 
     with :math:`W_a` and :math:`W_i` block-diagonal, a block for each head. The first token of a text is written with
-    the factor 1 in the place of the square root, as the published models do.
+    the factor 1 in the place of the square root, as the published models do: so that the state is as large from the
+    beginning on. A text that goes on from a given state has no such token.
     """
 
     def __init__(self, config: RGLRUConfig, hidden_size: int) -> None:
@@ -72,12 +73,15 @@ class RGLRU(nn.Module):
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``recurrent [B, 1, 1, I]``)."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         channels, conv_state = self.conv(self.in_proj(x), None if state is None else state["conv"], mask)
+        before = None if state is None else state["recurrent"].flatten(1)
         first = token_positions(position, x.shape[1], mask) == 0
+        if before is not None:
+            first = first & ~before.any(1, keepdim=True)
         written, log_decay = self.gates(channels.to(wide), first)
         h, final = linear_recurrence(
             mask_tokens(written, mask),
             mask_tokens(log_decay, mask),
-            initial_state=None if state is None else state["recurrent"].flatten(1),
+            initial_state=before,
         )
         gate = ACTIVATIONS[self.config.activation](self.gate_proj(x))
         projected: Tensor = self.out_proj((h * gate.to(wide)).to(x.dtype))
@@ -112,4 +116,5 @@ class _Root(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (root,) = ctx.saved_tensors
-        return gradient * (0.5 / root).clamp(max=STEEPEST_ROOT)
+        bounded: Tensor = gradient * (0.5 / root).clamp(max=STEEPEST_ROOT)
+        return bounded
