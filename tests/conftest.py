@@ -50,6 +50,9 @@ MIXERS: dict[str, dict[str, Any]] = {
     "mom": {"type": "mom", "num_heads": 2, "key_dim": 8, "value_dim": 16, "memories": 3},
     "mom_linear": {"type": "mom", "num_heads": 2, "key_dim": 7, "value_dim": 10, "memories": 3, "active": 1}
     | {"shared": False, "rule": "gated_linear", "conv_width": 0, "output_gate": False, "balance": 0.0},
+    "rg_lru": {"type": "rg_lru", "inner_dim": 30, "num_heads": 3},
+    "rwkv4": {"type": "rwkv4", "input_dim": 32, "inner_dim": 24},
+    "gated_delta_product": {"type": "gated_delta_product", "num_heads": 2, "key_dim": 8, "value_dim": 8},
     "attention": {"type": "attention", "num_heads": 4, "kv_heads": 2, "head_dim": 8},
     "attention_meta": {"type": "attention", "num_heads": 4, "head_dim": 8, "window": 7, "meta_tokens": 3},
     "attention_window": {"type": "attention", "num_heads": 4, "head_dim": 8, "window": 9},

@@ -37,6 +37,8 @@ MORE: dict[str, dict[str, Any]] = {
     "mamba_biases": MIXERS["mamba"] | {"conv_bias": False, "proj_bias": True},
     "attention_bias": MIXERS["attention"] | {"qkv_bias": True},
     "hymba_third": MIXERS["hymba"] | {"third": MIXERS["gla"]},
+    **{f"{one}_channel": {"type": f"{one}_channel", "input_dim": WIDTH, "inner_dim": 40} for one in ("rwkv4", "rwkv6")},
+    "rwkv7_channel": {"type": "rwkv7_channel", "input_dim": WIDTH, "inner_dim": 40},
     "retrieval_hard": MIXERS["retrieval"] | {"selector": "hard", "blend": "learned"},
     "retrieval_fixed": MIXERS["retrieval"] | {"blend": "fixed", "base": MIXERS["handover"]},
     "mlp": {"type": "mlp", "inner_size": 24},

@@ -17,10 +17,12 @@ from longrecall.ops import (
     best_chunks,
     gated_linear_attention,
     generalised_delta_rule,
+    linear_recurrence,
     long_convolution,
     selected_attention,
     selective_scan,
     short_convolution,
+    weighted_average,
 )
 from longrecall.ops.backends import BACKENDS, OPS, TRITON, Op, declare
 from longrecall.ops.convolution.head_products import pair_products
@@ -47,6 +49,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "gated_linear_attention": lambda **o: gated_linear_attention(HEADS, HEADS, HEADS, None, **o),
     "subhead_delta_rule": lambda **o: subhead_delta_rule(HEADS, HEADS, HEADS, None, GATES, **o),
     "selective_scan": lambda **o: selective_scan(X, X, -torch.ones(32, 4), *torch.ones(2, 2, 20, 4), **o),
+    "linear_recurrence": lambda **o: linear_recurrence(X, -X, **o),
+    "weighted_average": lambda **o: weighted_average(X, X, -X, torch.ones(32), **o),
     "rms_norm": lambda **o: rms_norm(X, torch.ones(32), 1e-5, **o),
     "gated_rms_norm": lambda **o: gated_rms_norm(X, X, torch.ones(32), 1e-5, **o),
     "silu_product": lambda **o: silu_product(X, X, **o),

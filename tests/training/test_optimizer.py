@@ -27,7 +27,9 @@ def test_only_matrices_decay(make_model: Callable[..., RecurrentLM], name: str) 
     assert sorted(n for group in groups for n in group.names) == sorted(parameters)
     for group in groups:
         for member in group.names:
-            projection = member.endswith(("_proj.weight", "_expand.weight", "_encoder.weight", "blend.weight"))
+            projection = member.endswith(
+                ("_proj.weight", "_expand.weight", "_encoder.weight", "blend.weight", "_gate_weight")
+            )
             low_rank = any(f".{name}_proj." in member for name in ("gk", "f", "g")) and member.endswith("weight")
             matrix = projection or low_rank or member.endswith("router.weight")
             assert (group.weight_decay > 0) is matrix, member

@@ -48,11 +48,12 @@ MOST: Mapping[str, int] = {
     for most, names in {
         LAYERS: "num_hidden_layers n_layer layers repeat",
         VOCABULARY: "vocab_size pad_vocab_size_multiple",
-        WIDTH: "hidden_size d_model intermediate_size mlp_size inner_size inner_dim head_dim headdim key_dim value_dim "
-        "state_dim state_size d_state dt_rank time_step_rank mix_rank decay_rank rate_rank gate_rank encoder_dim "
-        "input_dim channels filter_width filter_bands expand",
+        WIDTH: "hidden_size d_model intermediate_size mlp_size inner_size inner_dim head_dim headdim "
+        "key_dim value_dim state_dim state_size d_state dt_rank time_step_rank mix_rank "
+        "decay_rank rate_rank gate_rank encoder_dim input_dim channels filter_width "
+        "filter_bands expand value_rank",
         HEADS: "num_heads value_heads num_v_heads kv_heads num_kv_heads groups n_groups ngroups top_k active",
-        PARTS: "memories filter_depth",
+        PARTS: "memories filter_depth steps bound_rows bound_row",
         TAPS: "conv_width conv_kernel conv_size d_conv kernel shift_dim meta_tokens",
         LENGTH: "context_length max_position_embeddings window window_size chunk max_length",
     }.items()

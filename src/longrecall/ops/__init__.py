@@ -17,6 +17,7 @@ from longrecall.ops.convolution.short import short_convolution
 from longrecall.ops.delta_rule.op import gated_delta_rule, generalised_delta_rule
 from longrecall.ops.linear_attention.bonus import bonus_linear_attention
 from longrecall.ops.linear_attention.op import gated_linear_attention, merged_linear_attention
+from longrecall.ops.linear_recurrence.op import linear_recurrence, weighted_average
 from longrecall.ops.retrieval.op import best_chunks, selected_attention
 from longrecall.ops.scan.op import selective_scan
 
@@ -28,9 +29,11 @@ __all__ = [
     "gated_delta_rule",
     "gated_linear_attention",
     "generalised_delta_rule",
+    "linear_recurrence",
     "long_convolution",
     "merged_linear_attention",
     "selected_attention",
     "selective_scan",
     "short_convolution",
+    "weighted_average",
 ]

@@ -10,6 +10,7 @@ from longrecall.ops.linear_attention.reference import (
     gated_linear_attention,
     merged_linear_attention,
 )
+from longrecall.ops.linear_recurrence.reference import linear_recurrence, weighted_average
 from longrecall.ops.retrieval.reference import selected_attention
 from longrecall.ops.scan.reference import selective_scan
 
@@ -18,7 +19,9 @@ __all__ = [
     "gated_delta_rule",
     "gated_linear_attention",
     "generalised_delta_rule",
+    "linear_recurrence",
     "merged_linear_attention",
     "selected_attention",
     "selective_scan",
+    "weighted_average",
 ]

@@ -14,7 +14,8 @@ from longrecall.training.recipe import OptimizerRecipe
 NO_DECAY = (
     *("norm.weight", "bias", "A_log", ".D", "mixing", "subhead_scale", "conv.weight", "embeddings.weight"),
     *("A_imag", "log_step", ".C", ".skip", ".frequency", "meta_key", "meta_value", "temperature"),
-    *(".mix", ".mix_x", ".mix_up", "mix_down.weight", ".decay", "decay_down.weight", "decay_up.weight", ".bonus"),
+    *(".mix", ".mix_x", ".mix_k", ".mix_v", ".mix_r", ".mix_up", ".value_share", ".bounds"),
+    *("mix_down.weight", ".decay", "decay_down.weight", "decay_up.weight", ".bonus"),
     *(
         ".rate",
         "removal_scale",
@@ -23,6 +24,8 @@ NO_DECAY = (
         "rate_up.weight",
         "gate_down.weight",
         "gate_up.weight",
+        "value_down.weight",
+        "value_up.weight",
     ),
     *(".filter.in_weight", ".filter.inner_weight", ".filter.out_weight"),
 )

@@ -17,6 +17,7 @@ class MoMConfig(MixerConfig):
 
     type: ClassVar[str] = "mom"
     layer_class: ClassVar[str] = "longrecall.layers.mixers.mom:MoM"
+    optional_fields: ClassVar[tuple[str, ...]] = ("tied", "tied_projections")
 
     num_heads: int
     """Heads H of every memory."""
@@ -38,6 +39,13 @@ class MoMConfig(MixerConfig):
     balance: float = 0.01
     """Weight of the loss that makes all memories used alike; 0 = none."""
     norm_eps: float = 1e-5
+    tied: bool = False
+    """One `A_log`, one `dt_bias` and one set of convolutions for all memories, as in flash-linear-attention.
+
+    Queries are then convolved within each memory's own sequence, and a single active memory has the weight 1.
+    """
+    tied_projections: bool = False
+    """One projection to keys, values, decay and beta for all memories too."""
 
     def __post_init__(self) -> None:
         self._require_positive("num_heads", "key_dim", "value_dim", "memories", "active")
@@ -59,16 +67,18 @@ class MoMConfig(MixerConfig):
         heads, keys, values = self.num_heads, self.num_heads * self.key_dim, self.num_heads * self.value_dim
         shapes: StateShapes = {"recurrent": (self.all_memories * heads, self.key_dim, self.value_dim)}
         if self.conv_width:
-            sizes = {"q": keys, "k": self.all_memories * keys, "v": self.all_memories * values}
+            queries = self.all_memories if self.tied else 1
+            sizes = {"q": queries * keys, "k": self.all_memories * keys, "v": self.all_memories * values}
             shapes |= {f"{name}_conv": (size, self.conv_width - 1) for name, size in sizes.items()}
         return shapes
 
     def tensor_shapes(self, hidden_size: int) -> TensorShapes:
-        count, heads = self.all_memories, self.num_heads
+        heads = self.num_heads
+        tied, count = (1 if one else self.all_memories for one in (self.tied, self.tied_projections))
         keys, values = heads * self.key_dim, heads * self.value_dim
         shapes: TensorShapes = {
-            "A_log": (count * heads,),
-            "dt_bias": (count * heads,),
+            "A_log": (tied * heads,),
+            "dt_bias": (tied * heads,),
             **linear("router", self.memories, hidden_size),
             **linear("q_proj", keys, hidden_size),
             **linear("k_proj", count * keys, hidden_size),
@@ -76,7 +86,7 @@ class MoMConfig(MixerConfig):
             **linear("a_proj", count * heads, hidden_size),
             **(linear("b_proj", count * heads, hidden_size) if self.rule == "gated_delta" else {}),
         }
-        for name, size in (("q", keys), ("k", count * keys), ("v", count * values)):
+        for name, size in (("q", keys), ("k", tied * keys), ("v", tied * values)):
             shapes |= convolution(f"{name}_conv", size, self.conv_width)
         shapes |= linear("g_proj", values, hidden_size) if self.output_gate else {}
         return shapes | {"o_norm.weight": (self.value_dim,)} | linear("o_proj", hidden_size, values)

@@ -8,6 +8,9 @@ from typing import ClassVar
 from longrecall.errors import UserError
 from longrecall.layers.descriptions.base import MixerConfig, StateShapes, TensorShapes, linear
 
+FIRST_VALUE = "first_value"
+"""Under which a layer gives its values ``[B, T, H * V]`` to later ones."""
+
 
 @dataclass(frozen=True)
 class RWKV7Config(MixerConfig):
@@ -15,6 +18,7 @@ class RWKV7Config(MixerConfig):
 
     type: ClassVar[str] = "rwkv7"
     layer_class: ClassVar[str] = "longrecall.layers.mixers.rwkv7:RWKV7"
+    optional_fields: ClassVar[tuple[str, ...]] = ("value_rank", "gives_values")
 
     input_dim: int
     """Width of the layer's input, the model's hidden_size: the last input is a part of the state."""
@@ -31,10 +35,31 @@ class RWKV7Config(MixerConfig):
     """Inner width of the low-rank map of the output gate."""
     norm_eps: float = 64e-5
     """Of the norm of each head's output."""
+    value_rank: int | None = None
+    """Inner width of the low-rank map by which the values of the layer that gives them are mixed in; None = none are.
+
+    The published models do so in every layer but the first.
+    """
+    gives_values: bool = False
+    """Whether later layers get the values of this one: the first layer of the published models."""
 
     def __post_init__(self) -> None:
         self._require_positive("input_dim", "num_heads", "key_dim", "value_dim")
         self._require_positive("decay_rank", "rate_rank", "gate_rank")
+        if self.value_rank is not None:
+            self._require_positive("value_rank")
+        if not isinstance(self.gives_values, bool):
+            raise UserError(f'mixer "{self.type}": gives_values must be true or false, got {self.gives_values!r}')
+
+    @property
+    def takes(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The values of the first layer, where they are mixed in."""
+        return () if self.value_rank is None else (FIRST_VALUE,)
+
+    @property
+    def gives(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The values of this layer, for later ones."""
+        return (FIRST_VALUE,) if self.gives_values else ()
 
     def state_shapes(self) -> StateShapes:
         return {"recurrent": (self.num_heads, self.key_dim, self.value_dim), "shift": (self.input_dim, 1)}
@@ -51,7 +76,9 @@ class RWKV7Config(MixerConfig):
         keys, values = self.num_heads * self.key_dim, self.num_heads * self.value_dim
         return {
             "mix": (6, hidden_size),
-            **{name: (keys,) for name in ("decay", "rate", "removal_scale", "rate_scale")},
+            **{name: (keys,) for name in ("decay", "rate")},
+            **({"value_share": (values,)} if self.value_rank else {}),
+            **{name: (keys,) for name in ("removal_scale", "rate_scale")},
             "bonus": (self.num_heads, self.key_dim),
             **linear("r_proj", keys, hidden_size),
             **linear("k_proj", keys, hidden_size),
@@ -60,6 +87,8 @@ class RWKV7Config(MixerConfig):
             **linear("decay_up", keys, self.decay_rank),
             **linear("rate_down", self.rate_rank, hidden_size),
             **linear("rate_up", keys, self.rate_rank),
+            **(linear("value_down", self.value_rank, hidden_size) if self.value_rank else {}),
+            **(linear("value_up", values, self.value_rank) if self.value_rank else {}),
             **linear("gate_down", self.gate_rank, hidden_size),
             **linear("gate_up", values, self.gate_rank),
             "o_norm.weight": (values,),

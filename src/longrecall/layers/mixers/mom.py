@@ -19,7 +19,10 @@ from longrecall.ops import gated_delta_rule, gated_linear_attention, short_convo
 from longrecall.ops.execution import shapes_are_fixed
 
 OF_A_MEMORY = ("k_proj", "v_proj", "a_proj", "b_proj", "k_conv", "v_conv", "A_log", "dt_bias")
-"""Parameters that hold the rows of all memories, one memory after the other."""
+"""Parameters that hold the rows of all memories, one memory after the other; or, where these are tied, of one."""
+
+TIED = ("k_conv", "v_conv", "A_log", "dt_bias")
+"""Those that memories share in a layer with `tied`; the others are shared in one with `tied_projections`."""
 
 Part = dict[str, Tensor]
 """One memory's rows of those, under the names of the parameters.
@@ -51,7 +54,8 @@ class MoM(nn.Module):
     def __init__(self, config: MoMConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
-        count, heads = config.all_memories, config.num_heads
+        heads = config.num_heads
+        tied, count = (1 if one else config.all_memories for one in (config.tied, config.tied_projections))
         keys, values = heads * config.key_dim, heads * config.value_dim
         self.router = nn.Linear(hidden_size, config.memories, bias=False)
         self.q_proj = nn.Linear(hidden_size, keys, bias=False)
@@ -59,10 +63,10 @@ class MoM(nn.Module):
         self.v_proj = nn.Linear(hidden_size, count * values, bias=False)
         self.a_proj = nn.Linear(hidden_size, count * heads, bias=False)
         self.b_proj = nn.Linear(hidden_size, count * heads, bias=False) if config.rule == "gated_delta" else None
-        for name, size in (("q", keys), ("k", count * keys), ("v", count * values)):
+        for name, size in (("q", keys), ("k", tied * keys), ("v", tied * values)):
             self.add_module(f"{name}_conv", ShortConvolution(size, config.conv_width) if config.conv_width else None)
-        self.A_log = nn.Parameter(torch.empty(count * heads))
-        self.dt_bias = nn.Parameter(torch.empty(count * heads))
+        self.A_log = nn.Parameter(torch.empty(tied * heads))
+        self.dt_bias = nn.Parameter(torch.empty(tied * heads))
         self.g_proj = nn.Linear(hidden_size, values, bias=False) if config.output_gate else None
         self.o_norm = RMSNorm(config.value_dim, config.norm_eps)
         self.o_proj = nn.Linear(values, hidden_size, bias=False)
@@ -83,15 +87,17 @@ class MoM(nn.Module):
         weights, chosen, balance = self.route(x, mask)
         new_state: LayerState = {}
         q = self.q_proj(x)
-        if config.conv_width:
-            q, new_state["q_conv"] = self.get_submodule("q_conv")(q, None if state is None else state["q_conv"], mask)
-        else:
-            q = F.silu(q)
-        q = l2_normalise(q.to(wide).unflatten(-1, (config.num_heads, -1)))
+        if not config.tied:
+            if config.conv_width:
+                before = None if state is None else state["q_conv"]
+                q, new_state["q_conv"] = self.get_submodule("q_conv")(q, before, mask)
+            else:
+                q = F.silu(q)
+            q = self._normed(q.to(wide))
         places: list[Tensor | None] = [None] * config.all_memories
         if _may_gather(x):
             places[: config.memories] = _gathered(chosen)
-        total, after = x.new_zeros((*q.shape[:3], config.value_dim), dtype=wide), []
+        total, after = x.new_zeros((*x.shape[:2], config.num_heads, config.value_dim), dtype=wide), []
         memories = zip(self._parts(x), places, self._state_pieces(state), strict=True)
         for index, (part, place, piece) in enumerate(memories):
             if index == config.memories:
@@ -118,7 +124,7 @@ class MoM(nn.Module):
         best = probability.topk(config.active, dim=-1).indices
         chosen = torch.zeros_like(probability, dtype=torch.bool).scatter(-1, best, True)
         weights = probability * chosen
-        if config.active > 1:
+        if config.active > 1 or config.tied:
             weights = weights / weights.sum(-1, keepdim=True)
         real = torch.ones_like(probability[..., 0]) if mask is None else mask.to(wide)
         chosen = chosen if mask is None else chosen & mask[..., None]
@@ -135,7 +141,8 @@ class MoM(nn.Module):
         """As `_read`, for the tokens `own` bool ``[B, T]``: gathered from `place` ``[B, L]``, or None = masked."""
         if place is None:
             return self._read(part, x, q, own, state)
-        nothing = q.new_zeros((*q.shape[:3], self.config.value_dim))
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        nothing = q.new_zeros((*q.shape[:2], self.config.num_heads, self.config.value_dim), dtype=wide)
         if not place.shape[1] and state is not None:
             return nothing, state
         real = torch.arange(place.shape[1], device=x.device) < own.sum(1)[:, None]
@@ -148,14 +155,27 @@ class MoM(nn.Module):
         count = self.config.all_memories
         if state is None:
             return [None] * count
-        own = {name: tensor.chunk(count, dim=1) for name, tensor in state.items() if name != "q_conv"}
+        own = {
+            name: tensor.chunk(count, dim=1) for name, tensor in state.items() if self.config.tied or name != "q_conv"
+        }
         return [{name: parts[index] for name, parts in own.items()} for index in range(count)]
 
     def _read(
         self, part: Part, x: Tensor, q: Tensor, mask: Tensor | None, state: LayerState | None
     ) -> tuple[Tensor, LayerState]:
-        """Write the real tokens of x ``[B, L, d]`` to one memory and read q ``[B, L, H, K]`` from it."""
-        config, wide, new_state = self.config, q.dtype, {}
+        """Write the real tokens of x ``[B, L, d]`` to one memory and read q ``[B, L, H, K]`` from it.
+
+        In a layer with `tied` q is what the projection gave, ``[B, L, H * K]``.
+        """
+        config, new_state = self.config, {}
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        if config.tied:
+            if config.conv_width:
+                before = None if state is None else state["q_conv"]
+                q, new_state["q_conv"] = short_convolution(q, taps_of(self, "q_conv"), state=before, mask=mask)
+            else:
+                q = F.silu(q)
+            q = self._normed(q.to(wide))
         results = []
         for name in ("k", "v"):
             y = _projected(part, f"{name}_proj", x)
@@ -182,14 +202,19 @@ class MoM(nn.Module):
         rows: dict[str, Sequence[Tensor]] = {}
         for name in OF_A_MEMORY:
             own = getattr(self, name)
+            shared = self.config.tied if name in TIED else self.config.tied_projections
             if isinstance(own, Tensor):
-                rows[name] = own.unflatten(0, (count, -1)).unbind(0)
+                rows[name] = [own] * count if shared else own.unflatten(0, (count, -1)).unbind(0)
             elif name.endswith("proj") and own is not None and not is_plain(own):
-                rows[name] = own(x).chunk(count, dim=-1)
+                rows[name] = [own(x)] * count if shared else own(x).chunk(count, dim=-1)
             elif own is not None:
                 weight = own.weight if name.endswith("proj") else taps_of(self, name)
-                rows[f"{name}.weight"] = weight.unflatten(0, (count, -1)).unbind(0)
+                rows[f"{name}.weight"] = [weight] * count if shared else weight.unflatten(0, (count, -1)).unbind(0)
         return [{name: parts[index] for name, parts in rows.items()} for index in range(count)]
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """x ``[B, L, H * K]`` -> unit vectors of every head ``[B, L, H, K]``."""
+        return l2_normalise(x.unflatten(-1, (self.config.num_heads, -1)))
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
         dtype = operand_dtype(x)

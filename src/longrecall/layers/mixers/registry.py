@@ -9,6 +9,7 @@ from longrecall.layers.descriptions.attention import AttentionConfig
 from longrecall.layers.descriptions.base import MixerConfig
 from longrecall.layers.descriptions.base_conv import BaseConvConfig
 from longrecall.layers.descriptions.delta_net import DeltaNetConfig, GatedDeltaNetConfig
+from longrecall.layers.descriptions.gated_delta_product import GatedDeltaProductConfig
 from longrecall.layers.descriptions.gla import GLAConfig
 from longrecall.layers.descriptions.h3 import H3Config
 from longrecall.layers.descriptions.handover import HandoverConfig
@@ -22,7 +23,14 @@ from longrecall.layers.descriptions.mlp import MLPConfig
 from longrecall.layers.descriptions.mom import MoMConfig
 from longrecall.layers.descriptions.retnet import RetNetConfig
 from longrecall.layers.descriptions.retrieval import RetrievalConfig
+from longrecall.layers.descriptions.rg_lru import RGLRUConfig
 from longrecall.layers.descriptions.rwkv import RWKV5Config, RWKV6Config
+from longrecall.layers.descriptions.rwkv4 import (
+    RWKV4ChannelConfig,
+    RWKV4Config,
+    RWKV6ChannelConfig,
+    RWKV7ChannelConfig,
+)
 from longrecall.layers.descriptions.rwkv7 import RWKV7Config
 
 MIXERS: dict[str, type[MixerConfig]] = {
@@ -32,6 +40,7 @@ MIXERS: dict[str, type[MixerConfig]] = {
         RetNetConfig,
         DeltaNetConfig,
         GatedDeltaNetConfig,
+        GatedDeltaProductConfig,
         Mamba2Config,
         MambaConfig,
         RWKV5Config,
@@ -39,6 +48,11 @@ MIXERS: dict[str, type[MixerConfig]] = {
         HGRN2Config,
         KDAConfig,
         RWKV7Config,
+        RWKV4Config,
+        RWKV4ChannelConfig,
+        RWKV6ChannelConfig,
+        RWKV7ChannelConfig,
+        RGLRUConfig,
         MoMConfig,
         BaseConvConfig,
         H3Config,

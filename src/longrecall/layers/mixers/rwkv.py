@@ -2,7 +2,7 @@
 
 Both look one token back (token shift), decay every key channel by itself and give the current token a weight of its
 own. RWKV-5 has learned constants for the shift and the decay; in RWKV-6 both depend on the token, by low-rank maps.
-The channel mixing of RWKV is not here: a layer's MLP is the SwiGLU of every other model.
+Their channel mixing is rwkv_channel.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrecall.layers.descriptions.rwkv7 import RWKV7Config
+from longrecall.errors import UserError
+from longrecall.layers.descriptions.rwkv7 import FIRST_VALUE, RWKV7Config
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.layers.mixers.rwkv import token_shift
@@ -29,8 +30,8 @@ class RWKV7(nn.Module):
     :math:`\tilde k = k \circ (1 + (a - 1) \circ \alpha)`. After the norm of each head the current token is read once
     more, :math:`(r \cdot (\rho \circ \tilde k)) v`, and all is gated by :math:`\sigma(x A_g) B_g`.
 
-    Not here: the value residual (later layers mix in the values of the first), because a layer sees no other layer's
-    values, and RWKV's channel mixing, whose place the model's MLP takes.
+    With the value residual, v is :math:`v + \sigma(v_0 + x A_v B_v) \circ (v^{first} - v)`, where the first layer gives
+    :math:`v^{first}` to the later ones. RWKV's channel mixing is rwkv_channel.py.
     """
 
     def __init__(self, config: RWKV7Config, hidden_size: int) -> None:
@@ -47,6 +48,10 @@ class RWKV7(nn.Module):
         self.rate = nn.Parameter(torch.empty(keys))
         self.rate_down = nn.Linear(hidden_size, config.rate_rank, bias=False)
         self.rate_up = nn.Linear(config.rate_rank, keys, bias=False)
+        if config.value_rank is not None:
+            self.value_share = nn.Parameter(torch.empty(values))
+            self.value_down = nn.Linear(hidden_size, config.value_rank, bias=False)
+            self.value_up = nn.Linear(config.value_rank, values, bias=False)
         self.gate_down = nn.Linear(hidden_size, config.gate_rank, bias=False)
         self.gate_up = nn.Linear(config.gate_rank, values, bias=False)
         self.removal_scale = nn.Parameter(torch.empty(keys))
@@ -61,8 +66,8 @@ class RWKV7(nn.Module):
         """The authors' constants for a layer halfway up, which needs no layer index.
 
         Decays of a step from exp(-0.0009) to exp(-0.11) over the channels, learning rates about one half, bonuses of
-        0; the token before counts for 1 in the first channel and less and less in the later ones. Rows of `mix`: r,
-        decay, k, v, rate, gate.
+        0, values two thirds of which are those of the first layer (where they are mixed). The token before counts for
+        1 in the first channel and less and less in the later ones. Rows of `mix`: r, decay, k, v, rate, gate.
         """
         channels = torch.arange(self.mix.shape[1], device=self.mix.device) / self.mix.shape[1]
         for row, power in zip(self.mix, (0.2, 0.9, 0.7, 0.7, 0.9, 0.2), strict=True):
@@ -74,16 +79,32 @@ class RWKV7(nn.Module):
         nn.init.constant_(self.removal_scale, 0.85)
         nn.init.ones_(self.rate_scale)
         nn.init.zeros_(self.bonus)
+        if self.config.value_rank is not None:
+            nn.init.constant_(self.value_share, 0.73)
 
     def forward(
-        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
+        self,
+        x: Tensor,
+        state: LayerState | None,
+        *,
+        mask: Tensor | None,
+        position: Tensor,
+        first_value: Tensor | None = None,
     ) -> tuple[Tensor, LayerState]:
-        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``recurrent [B, H, K, V]``, ``shift [B, d, 1]``)."""
+        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``recurrent [B, H, K, V]``, ``shift [B, d, 1]``).
+
+        `first_value` ``[B, T, H * V]``: the values of an earlier layer, which a layer with a value residual needs. A
+        layer that gives its own has them in its state as ``carried.first_value``.
+        """
         before, shift = token_shift(x, None if state is None else state["shift"], mask)
         change = before - x
         for_r, for_decay, for_k, for_v, for_rate, for_gate = (x + change * share for share in self.mix)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        r, k, v = (self._heads(y) for y in (self.r_proj(for_r), self.k_proj(for_k), self.v_proj(for_v)))
+        values = self.v_proj(for_v)
+        carried = {f"carried.{FIRST_VALUE}": values} if self.config.gives_values else {}
+        if self.config.value_rank is not None:
+            values = self._with_first(values, for_v, first_value)
+        r, k, v = (self._heads(y) for y in (self.r_proj(for_r), self.k_proj(for_k), values))
         k, v = k.to(wide), v.to(wide)
         moved = self.decay_up(torch.tanh(self.decay_down(for_decay)))
         log_decay = self._heads(-math.exp(-0.5) * (self.decay.to(wide) + moved.to(wide)).sigmoid())
@@ -104,7 +125,22 @@ class RWKV7(nn.Module):
         gate = self.gate_up(self.gate_down(for_gate).sigmoid())
         mixed = (self._norm(o) + current.flatten(-2)) * gate.to(wide)
         projected: Tensor = self.o_proj(mixed.to(x.dtype))
-        return projected, {"recurrent": final, "shift": shift}
+        return projected, {"recurrent": final, "shift": shift, **carried}
+
+    def _with_first(self, values: Tensor, x: Tensor, first: Tensor | None) -> Tensor:
+        """The layer's values ``[B, T, H * V]``, each mixed with that of the layer that gave its own."""
+        if first is None:
+            raise UserError(
+                'mixer "rwkv7" with a value_rank mixes in the values of an earlier layer, but no layer before it gives '
+                'any: one of them needs "gives_values": true'
+            )
+        if first.shape != values.shape:
+            raise UserError(
+                f'mixer "rwkv7" has {values.shape[-1]} value channels, but the layer that gives its values has '
+                f"{first.shape[-1]}: heads times value_dim must be the same in both"
+            )
+        share = (self.value_share + self.value_up(self.value_down(x))).sigmoid()
+        return torch.lerp(values, first.to(values.dtype), share.to(values.dtype))
 
     def _heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (self.config.num_heads, -1))
