@@ -19,12 +19,13 @@ from longrecall.models.config import RecurrentConfig
 from longrecall.models.sizes import mixer_of, with_mixer
 from longrecall.surgery.fresh import layer_generator
 from longrecall.surgery.handover import finished_config
-from longrecall.surgery.inside_retrieval import (
+from longrecall.surgery.inside import (
     check_init_inside,
+    inner_path,
     join_tensors,
+    mixer_at,
     plan_inside,
     split_tensors,
-    works_inside,
 )
 from longrecall.surgery.layer_selection import select_layers
 from longrecall.surgery.method import Method, Plan, Tensors
@@ -62,16 +63,16 @@ class Operation:
 
     def plan(self, layer: int, mixer: Mapping[str, Any]) -> Plan:
         """Return what one layer becomes; raise UserError, naming the layer, when this operation does not fit it."""
-        inside = works_inside(self.method, mixer)
-        target = mixer["base"] if inside else mixer
+        path = inner_path(self.method, mixer)
+        target = mixer_at(mixer, path)
         check_mixer(self.method, layer, target)
-        if inside:
-            check_init_inside(layer, self.init)
+        if path:
+            check_init_inside(layer, mixer, self.init)
         try:
             plan = self.method.plan(target, self.init, self.options)
         except UserError as error:
             raise UserError(f"{self.method.name}, layer {layer} ({target['type']}): {error}") from None
-        return plan_inside(mixer, plan) if inside else plan
+        return plan_inside(mixer, path, plan)
 
 
 def expand(
@@ -90,8 +91,8 @@ def expand(
     Args:
         src: checkpoint folder (or whatever `longrecall.load` takes); it is never changed.
         dst: output folder. It appears complete at the end or not at all.
-        method: `merge_heads` (GLA, RetNet), `grow_state` (Mamba-2), `subheads` (Gated DeltaNet, DeltaNet, GLA) or
-            `add_retrieval` (any mixer).
+        method: `merge_heads` (GLA, RetNet), `grow_state` (Mamba-2), `subheads` (Gated DeltaNet, DeltaNet, GLA, KDA)
+            or `add_retrieval` (any mixer).
         layers: `every:M`, `first:N`, `all`, `0,6,12`, or indices.
         init: `preserve`, `perturb`, `handover`, `reinit` or `inherit`; the modules of the methods say what each does.
         seed: of all fresh numbers; a layer's numbers do not depend on which other layers are chosen.
@@ -167,10 +168,9 @@ def edit_layer(
             )
     generator = layer_generator(operation.seed, layer, earlier_surgeries)
     transform, init, options = operation.method.transform, operation.init, operation.options
-    if not works_inside(operation.method, mixer):
-        return transform(mixer, tensors, init, options, generator)
-    base, others = split_tensors(tensors)
-    return join_tensors(transform(mixer["base"], base, init, options, generator), others)
+    path = inner_path(operation.method, mixer)
+    inner, others = split_tensors(tensors, path)
+    return join_tensors(transform(mixer_at(mixer, path), inner, init, options, generator), others, path)
 
 
 def _edited(source: Checkpoint, operation: Operation, plans: Mapping[int, Plan]) -> Iterator[tuple[str, Tensor]]:
