@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "hgrn2_bounds": {"type": "hgrn2", **HEADS, "bound_rows": 3, "bound_row": 2, "conv_width": 4}
     | {"conv_activation": None},
     "hgrn2_takes": {"type": "hgrn2", **HEADS, "bound_row": 1},
-    "kda_value_heads": {"type": "kda", **HEADS, "value_heads": 4, "lowest_decay": -5.0},
+    "kda_value_heads": {"type": "kda", **HEADS, "value_heads": 4, "decay_floor": -5.0},
     "mom_tied": {"type": "mom", **HEADS, "memories": 3, "tied": True},
     "mom_tied_all": {"type": "mom", **HEADS, "memories": 4, "active": 1, "shared": False, "tied": True}
     | {"tied_projections": True, "output_gate": False},
@@ -404,7 +404,7 @@ def test_one_step_of_gated_delta_product_is_gated_delta_net() -> None:
     torch.testing.assert_close(run(one, x)[0], run(other, x)[0], rtol=1e-12, atol=1e-12)
 
 
-def test_kda_with_more_value_heads_and_a_lowest_decay() -> None:
+def test_kda_with_more_value_heads_and_a_decay_floor() -> None:
     mixer, x = layer("kda_value_heads"), inputs(7)
     w = dict(mixer.named_parameters())
     q, k, v = (silu_convolved(x, w, part) for part in "qkv")
@@ -463,7 +463,7 @@ def test_tied_memories_are_sequences_of_their_own(name: str) -> None:
         ("hgrn2_takes", {"conv_activation": "relu"}, "conv_activation must be silu or null"),
         ("hgrn2_takes", {"bound_row": 0}, "bound_row must be a positive whole number"),
         ("kda_value_heads", {"value_heads": 3}, r"value_heads \(3\) must be a multiple of num_heads \(2\)"),
-        ("kda_value_heads", {"lowest_decay": 0.0}, "lowest_decay must be below 0"),
+        ("kda_value_heads", {"decay_floor": 0.0}, "decay_floor must be a number below 0"),
         ("gated_delta_product", {"steps": 0}, "steps must be a positive whole number"),
         ("gated_delta_product", {"value_heads": 5}, r"value_heads \(5\) must be a multiple of num_heads \(2\)"),
     ],

@@ -19,7 +19,7 @@ from longrecall.models.config import RecurrentConfig
 from longrecall.models.sizes import mixer_of, with_mixer
 from longrecall.surgery.fresh import layer_generator
 from longrecall.surgery.handover import finished_config
-from longrecall.surgery.inside import check_init_inside, join_tensors, mixer_at, path_to, plan_inside, split_tensors
+from longrecall.surgery.inside import check_init_inside, inner_path, join_tensors, mixer_at, plan_inside, split_tensors
 from longrecall.surgery.layer_selection import select_layers
 from longrecall.surgery.method import Method, Plan, Tensors
 from longrecall.surgery.registry import check_mixer, find_method
@@ -56,7 +56,7 @@ class Operation:
 
     def plan(self, layer: int, mixer: Mapping[str, Any]) -> Plan:
         """Return what one layer becomes; raise UserError, naming the layer, when this operation does not fit it."""
-        path = path_to(self.method, mixer)
+        path = inner_path(self.method, mixer)
         target = mixer_at(mixer, path)
         check_mixer(self.method, layer, target)
         check_init_inside(layer, mixer, path, self.init)
@@ -137,7 +137,7 @@ def expand_with(
 def _fitting(method: Method, layers: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
     """Return the layers that have a mixer which `method` fits."""
     mixers = [mixer_of(layer) for layer in layers]
-    targets = [mixer_at(mixer, path_to(method, mixer)) for mixer in mixers]
+    targets = [mixer_at(mixer, inner_path(method, mixer)) for mixer in mixers]
     return tuple(index for index, target in enumerate(targets) if method.fits(str(target["type"])))
 
 
@@ -167,7 +167,7 @@ def edit_layer(
             )
     generator = layer_generator(operation.seed, layer, earlier_surgeries)
     transform, init, options = operation.method.transform, operation.init, operation.options
-    path = path_to(operation.method, mixer)
+    path = inner_path(operation.method, mixer)
     if not path:
         return transform(mixer, tensors, init, options, generator)
     inner, others = split_tensors(tensors, path)

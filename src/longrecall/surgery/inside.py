@@ -19,7 +19,7 @@ Path = tuple[str, ...]
 """Fields of descriptions that lead to a mixer from the layer's own one; none for that itself."""
 
 
-def path_to(method: Method, mixer: MixerDescription) -> Path:
+def inner_path(method: Method, mixer: MixerDescription) -> Path:
     """Return where in a layer's mixer `method` works: on the mixer itself, or on the one inside it that it fits.
 
     Where it fits none it is the mixer itself, which the method then refuses by its name. A layer that is handing over

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from longrecall.errors import UserError
-from longrecall.layers.descriptions.base import TensorShapes, convolution, linear
+from longrecall.layers.descriptions.base import TensorShapes, linear
+from longrecall.layers.descriptions.expansion import ExpansionConfig
 from longrecall.layers.descriptions.linear_attention import LinearAttentionConfig
 
 
@@ -16,7 +17,7 @@ class KDAConfig(LinearAttentionConfig):
 
     type: ClassVar[str] = "kda"
     layer_class: ClassVar[str] = "longrecall.layers.mixers.kda:KDA"
-    optional_fields: ClassVar[tuple[str, ...]] = ("value_heads", "lowest_decay")
+    optional_fields: ClassVar[tuple[str, ...]] = ("value_heads", "gate_bias", "decay_floor")
 
     gate_rank: int | None = None
     """Inner width of the low-rank projections of the decay and of the output gate; None = value_dim."""
@@ -27,8 +28,12 @@ class KDAConfig(LinearAttentionConfig):
     norm_eps: float = 1e-5
     value_heads: int | None = None
     """Value heads, a multiple of num_heads; each has a decay and a beta of its own. None = num_heads."""
-    lowest_decay: float | None = None
-    """The log decay of a token is a sigmoid times this number, below 0; None = it has no bound."""
+    gate_bias: bool = True
+    """Whether the output gate's projection has a bias; the published Kimi-Linear models have none."""
+    decay_floor: float | None = None
+    """The lowest log decay of a token, below 0: the decay is then a sigmoid between it and 0. None = no floor."""
+    expansion: ExpansionConfig | None = None
+    """Wider queries and keys in subheads (layers/expansion.py); None = none."""
 
     def __post_init__(self) -> None:
         if self.gate_rank is None:
@@ -39,26 +44,33 @@ class KDAConfig(LinearAttentionConfig):
                 f'mixer "{self.type}": value_heads ({self.value_heads}) must be a multiple of '
                 f"num_heads ({self.num_heads})"
             )
-        if self.lowest_decay is not None and not self.lowest_decay < 0:
-            raise UserError(f'mixer "{self.type}": lowest_decay must be below 0, got {self.lowest_decay!r}')
+        floor = self.decay_floor
+        if floor is not None and (isinstance(floor, bool) or not isinstance(floor, int | float) or not floor < 0):
+            raise UserError(f'mixer "kda": decay_floor must be a number below 0, got {floor!r}')
 
     @property
     def value_head_count(self) -> int:
         return self.num_heads if self.value_heads is None else self.value_heads
 
-    def tensor_shapes(self, hidden_size: int) -> TensorShapes:
-        heads, rank = self.value_head_count, int(self.gate_rank or self.value_dim)
-        keys, values, gates = self.num_heads * self.key_dim, heads * self.value_dim, heads * self.key_dim
-        shapes: TensorShapes = {"A_log": (heads,), "dt_bias": (gates,)}
-        for name, size in (("q", keys), ("k", keys), ("v", values)):
-            shapes |= linear(f"{name}_proj", size, hidden_size) | convolution(f"{name}_conv", size, self.conv_width)
+    @property
+    def decay_channels(self) -> int:
+        """Channels of the decay: every key channel of every state head."""
+        return self.state_heads * self.state_key_dim
+
+    @property
+    def inner_rank(self) -> int:
+        """`gate_rank`, which is never None once the description is checked."""
+        return self.value_dim if self.gate_rank is None else self.gate_rank
+
+    def own_tensors(self) -> TensorShapes:
+        return super().own_tensors() | {"A_log": (self.state_heads,), "dt_bias": (self.decay_channels,)}
+
+    def gate_tensors(self, hidden_size: int) -> TensorShapes:
+        rank = self.inner_rank
         return {
-            **shapes,
             **linear("f_proj.0", rank, hidden_size),
-            **linear("f_proj.1", gates, rank),
-            **linear("b_proj", heads, hidden_size),
+            **linear("f_proj.1", self.decay_channels, rank),
+            **linear("b_proj", self.state_heads, hidden_size),
             **linear("g_proj.0", rank, hidden_size),
-            **linear("g_proj.1", values, rank, bias=True),
-            "o_norm.weight": (self.value_dim,),
-            **linear("o_proj", hidden_size, values),
+            **linear("g_proj.1", self.value_head_count * self.value_dim, rank, bias=self.gate_bias),
         }

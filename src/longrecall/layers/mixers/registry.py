@@ -21,6 +21,7 @@ from longrecall.layers.descriptions.mamba import MambaConfig
 from longrecall.layers.descriptions.mamba2 import Mamba2Config
 from longrecall.layers.descriptions.mlp import MLPConfig
 from longrecall.layers.descriptions.mom import MoMConfig
+from longrecall.layers.descriptions.parallel import ParallelConfig
 from longrecall.layers.descriptions.retnet import RetNetConfig
 from longrecall.layers.descriptions.retrieval import RetrievalConfig
 from longrecall.layers.descriptions.rg_lru import RGLRUConfig
@@ -59,6 +60,7 @@ MIXERS: dict[str, type[MixerConfig]] = {
         HyenaConfig,
         AttentionConfig,
         HymbaConfig,
+        ParallelConfig,
         HandoverConfig,
         RetrievalConfig,
         MLPConfig,
