@@ -45,6 +45,8 @@ MIXERS: dict[str, dict[str, Any]] = {
     "kda": {"type": "kda", "num_heads": 3, "key_dim": 6, "value_dim": 10},
     "kda_negative": {"type": "kda", "num_heads": 2, "key_dim": 8, "value_dim": 8, "conv_width": 0}
     | {"negative_eigenvalues": True, "gate_rank": 5},
+    "kda_subheads": {"type": "kda", "num_heads": 2, "key_dim": 6, "value_dim": 8, "gate_bias": False}
+    | {"decay_floor": -5.0, "expansion": {"kind": "headwise", "factor": 2, "grafted": True}},
     "rwkv7": {"type": "rwkv7", "input_dim": 32, "num_heads": 3, "key_dim": 6, "value_dim": 10}
     | {"decay_rank": 4, "rate_rank": 5, "gate_rank": 7},
     "mom": {"type": "mom", "num_heads": 2, "key_dim": 8, "value_dim": 16, "memories": 3},
@@ -56,13 +58,21 @@ MIXERS: dict[str, dict[str, Any]] = {
 }
 MIXERS["handover"] = {"type": "handover", "old": MIXERS["gla"], "new": MIXERS["mamba2"]}
 MIXERS["hymba"] = {"type": "hymba", "attention": MIXERS["attention_meta"], "ssm": MIXERS["mamba2"]}
+MIXERS["parallel"] = {
+    "type": "parallel",
+    "attention": MIXERS["attention"],
+    "ssm": MIXERS["mamba2_groups"]
+    | {"gated_norm": "before_gate", "out_bias": True, "part_multipliers": [0.5, 1.25, 0.75, 1.5, 0.25]},
+    "attention_input_multiplier": 0.75,
+    "ssm_output_multiplier": 1.5,
+}
 MIXERS["retrieval"] = {"type": "retrieval", "base": MIXERS["gla_conv"], "chunk": 5, "top_k": 2, "encoder_dim": 12} | {
     "num_heads": 6,
     "head_dim": 7,
     "kv_heads": 3,
     "blend": "input",
 }
-GROWING = ("attention", "base_conv_implicit", "hyena", "hymba", "retrieval")
+GROWING = ("attention", "base_conv_implicit", "hyena", "hymba", "parallel", "retrieval")
 RECURRENT = {name: mixer for name, mixer in MIXERS.items() if not name.startswith(GROWING)}
 """Those whose whole state has a fixed size."""
 

@@ -35,13 +35,15 @@ MORE: dict[str, dict[str, Any]] = {
     "gated_delta_net_plain": {"type": "gated_delta_net", **HEADS, "conv_width": 0, "output_gate": False},
     "mamba2_biases": MIXERS["mamba2"] | {"conv_bias": False, "proj_bias": True},
     "mamba_biases": MIXERS["mamba"] | {"conv_bias": False, "proj_bias": True},
+    "mamba2_no_norm": MIXERS["mamba2"] | {"gated_norm": "none", "out_bias": True},
+    "mamba_weighted": MIXERS["mamba"] | {"input_norms": "weighted"},
     "attention_bias": MIXERS["attention"] | {"qkv_bias": True},
     "hymba_third": MIXERS["hymba"] | {"third": MIXERS["gla"]},
     "retrieval_hard": MIXERS["retrieval"] | {"selector": "hard", "blend": "learned"},
     "retrieval_fixed": MIXERS["retrieval"] | {"blend": "fixed", "base": MIXERS["handover"]},
     "mlp": {"type": "mlp", "inner_size": 24},
 }
-for kind in ("gla", "delta_net", "gated_delta_net"):
+for kind in ("gla", "delta_net", "gated_delta_net", "kda"):
     values = {"value_heads": 4} if kind == "gated_delta_net" else {}
     for number, expansion in enumerate(EXPANSIONS):
         MORE[f"{kind}_{number}"] = {"type": kind, **HEADS, **values, "conv_width": 4, "expansion": expansion}

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrecall.ops import long_convolution, short_convolution
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""What may follow a convolution beside SiLU, which the op itself applies."""
+
 MOST_SHIFTED_TAPS = 16
 """Wider filters without SiLU are convolved by Fourier transforms."""
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution of width W, then SiLU (or nothing); the last W - 1 inputs are its state."""
+    """Causal depthwise convolution of width W, then an activation or nothing; the last W - 1 inputs are its state."""
 
     def __init__(self, channels: int, width: int, bias: bool = False, activation: str | None = "silu") -> None:
         super().__init__()
@@ -33,7 +42,9 @@ class ShortConvolution(nn.Module):
         """x ``[B, T, C]``, state ``[B, C, W - 1]`` or None -> ``[B, T, C]`` and the new state."""
         if self.activation is None and self.weight.shape[1] > MOST_SHIFTED_TAPS:
             return self._transformed(x, state, mask)
-        return short_convolution(x, self.weight, self.bias, state=state, mask=mask, activation=self.activation)
+        inside = self.activation if self.activation == "silu" else None
+        y, after = short_convolution(x, self.weight, self.bias, state=state, mask=mask, activation=inside)
+        return (y if self.activation in (None, inside) else ACTIVATIONS[self.activation](y)), after
 
     def _transformed(self, x: Tensor, state: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         kept, history = self.weight.shape[1] - 1, None if state is None else state.transpose(1, 2)

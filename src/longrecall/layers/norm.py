@@ -105,6 +105,12 @@ def operand_dtype(x: Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
     return torch.get_autocast_dtype(device)
 
 
+def rms_normalise(x: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last dimension without a weight, computed in float32, in the dtype of x."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return F.rms_norm(wide, x.shape[-1:], None, eps).to(x.dtype)
+
+
 def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(sum x^2 + eps) over the last dimension: the key and query norm of the delta-rule family."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)

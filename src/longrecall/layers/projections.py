@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from longrecall.errors import UserError
 from longrecall.layers.norm import RMSNorm, operand_dtype
-from longrecall.ops.norms.op import Gate, gated_norm_projection
+from longrecall.ops.norms.op import Gate, gated_norm_projection, gated_projection, silu_product
 from longrecall.ops.projections.biased import project_with_biases
 from longrecall.ops.projections.together import project_together
 
@@ -110,4 +110,13 @@ def project_gated(
         matrix = layer.get_parameter("weight")
         return gated_norm_projection(x, gate, norm.weight, matrix, norm.eps, kind=kind, groups=norm.groups, dtype=dtype)
     projected: Tensor = layer(norm.gated(x, gate, dtype, kind).reshape(gate.shape))
+    return projected
+
+
+def project_product(x: Tensor, gate: Tensor, layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    """x times silu of its gate, both ``[B, T, n]``, in `dtype`, through a layer -> ``[B, T, d]``."""
+    x, gate = x.to(dtype), gate.to(dtype)
+    if is_plain(layer):
+        return gated_projection(gate, x, layer.get_parameter("weight"))
+    projected: Tensor = layer(silu_product(gate, x))
     return projected

@@ -89,9 +89,15 @@ def _check(name: str, value: object, types: tuple[Any, ...]) -> None:
     elif float in types:
         check_number(name, value, positive=name in _POSITIVE)
     elif tuple in types:
-        _check_limits(name, value)
+        _check_limits(name, value) if name.endswith("limit") else _check_numbers(name, value)
     elif str in types and not isinstance(value, str):
         raise UserError(f'"{name}" is {value!r}; it must be text')
+
+
+def _check_numbers(name: str, value: object) -> None:
+    """A list of numbers; how many there must be is known to the mixer."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(_is_number(each) for each in value):
+        raise UserError(f'"{name}" is {value!r}; it must be a list of finite numbers')
 
 
 def _check_limits(name: str, value: object) -> None:

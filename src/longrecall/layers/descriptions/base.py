@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 StateShapes = dict[str, tuple[int, ...]]
 TensorShapes = dict[str, tuple[int, ...]]
 
+CONV_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+"""What may follow a short convolution. Each is 0 at 0, with a slope: surgery relies on both."""
+
 NO_ROOM = "keeps a cache that grows with the context"
 """Why a state cannot be given buffers of a fixed shape."""
 
@@ -148,6 +151,14 @@ class MixerConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UserError(f'mixer "{self.type}": {name} must be a positive whole number, got {value!r}')
+
+    def _require_one_of(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise UserError(
+                f'mixer "{self.type}": {name} must be one of {", ".join(choices)}, got {value!r}.'
+                f"{did_you_mean(str(value), choices)}"
+            )
 
     def _require_multiple(self, large: str, small: str) -> None:
         if getattr(self, large) % getattr(self, small):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from longrecall.layers.descriptions.base import TensorShapes, convolution, linear
+from longrecall.errors import UserError
+from longrecall.layers.descriptions.base import TensorShapes, linear
+from longrecall.layers.descriptions.expansion import ExpansionConfig
 from longrecall.layers.descriptions.linear_attention import LinearAttentionConfig
 
 
@@ -15,6 +17,7 @@ class KDAConfig(LinearAttentionConfig):
 
     type: ClassVar[str] = "kda"
     layer_class: ClassVar[str] = "longrecall.layers.mixers.kda:KDA"
+    optional_fields: ClassVar[tuple[str, ...]] = ("gate_bias", "decay_floor")
 
     gate_rank: int | None = None
     """Inner width of the low-rank projections of the decay and of the output gate; None = value_dim."""
@@ -23,25 +26,35 @@ class KDAConfig(LinearAttentionConfig):
     negative_eigenvalues: bool = False
     """beta in (0, 2) instead of (0, 1) (Grazzi et al. 2024)."""
     norm_eps: float = 1e-5
+    gate_bias: bool = True
+    """Whether the output gate's projection has a bias; the published Kimi-Linear models have none."""
+    decay_floor: float | None = None
+    """The lowest log decay of a token, below 0: the decay is then a sigmoid between it and 0. None = no floor."""
+    expansion: ExpansionConfig | None = None
+    """Wider queries and keys in subheads (layers/expansion.py); None = none."""
 
     def __post_init__(self) -> None:
         if self.gate_rank is None:
             object.__setattr__(self, "gate_rank", self.value_dim)
         self._require_positive("num_heads", "key_dim", "value_dim", "gate_rank")
+        floor = self.decay_floor
+        if floor is not None and (isinstance(floor, bool) or not isinstance(floor, int | float) or not floor < 0):
+            raise UserError(f'mixer "kda": decay_floor must be a number below 0, got {floor!r}')
 
-    def tensor_shapes(self, hidden_size: int) -> TensorShapes:
-        heads, rank = self.num_heads, int(self.gate_rank or self.value_dim)
-        keys, values = heads * self.key_dim, heads * self.value_dim
-        shapes: TensorShapes = {"A_log": (heads,), "dt_bias": (keys,)}
-        for name, size in (("q", keys), ("k", keys), ("v", values)):
-            shapes |= linear(f"{name}_proj", size, hidden_size) | convolution(f"{name}_conv", size, self.conv_width)
+    @property
+    def inner_rank(self) -> int:
+        """`gate_rank`, which is never None once the description is checked."""
+        return self.value_dim if self.gate_rank is None else self.gate_rank
+
+    def own_tensors(self) -> TensorShapes:
+        return super().own_tensors() | {"A_log": (self.state_heads,), "dt_bias": (self.key_channels,)}
+
+    def gate_tensors(self, hidden_size: int) -> TensorShapes:
+        rank = self.inner_rank
         return {
-            **shapes,
             **linear("f_proj.0", rank, hidden_size),
-            **linear("f_proj.1", keys, rank),
-            **linear("b_proj", heads, hidden_size),
+            **linear("f_proj.1", self.key_channels, rank),
+            **linear("b_proj", self.state_heads, hidden_size),
             **linear("g_proj.0", rank, hidden_size),
-            **linear("g_proj.1", values, rank, bias=True),
-            "o_norm.weight": (self.value_dim,),
-            **linear("o_proj", hidden_size, values),
+            **linear("g_proj.1", self.num_heads * self.value_dim, rank, bias=self.gate_bias),
         }

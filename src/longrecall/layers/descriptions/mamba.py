@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from longrecall.layers.descriptions.base import MixerConfig, StateShapes, TensorShapes, convolution, linear
+from longrecall.layers.descriptions.base import (
+    CONV_ACTIVATIONS,
+    MixerConfig,
+    StateShapes,
+    TensorShapes,
+    convolution,
+    linear,
+)
+
+INPUT_NORMS = ("none", "plain", "weighted")
+"""RMS norms of the low-rank time step, of B and of C: none, without weights (Falcon-Mamba), with weights (Jamba)."""
 
 
 @dataclass(frozen=True)
@@ -14,6 +24,7 @@ class MambaConfig(MixerConfig):
 
     type: ClassVar[str] = "mamba"
     layer_class: ClassVar[str] = "longrecall.layers.mixers.mamba:Mamba"
+    optional_fields: ClassVar[tuple[str, ...]] = ("input_norms", "norm_eps", "conv_activation")
 
     inner_dim: int
     """Width I of x and of the gate z; expand * hidden_size in the published models."""
@@ -24,9 +35,17 @@ class MambaConfig(MixerConfig):
     conv_width: int = 4
     conv_bias: bool = True
     proj_bias: bool = False
+    input_norms: str = "none"
+    """Norms of what the scan is given, one of `INPUT_NORMS`."""
+    norm_eps: float = 1e-6
+    """Added to the mean of the squares in these norms."""
+    conv_activation: str = "silu"
+    """What follows the convolution, one of `CONV_ACTIVATIONS`."""
 
     def __post_init__(self) -> None:
         self._require_positive("inner_dim", "state_dim", "dt_rank", "conv_width")
+        self._require_one_of("input_norms", INPUT_NORMS)
+        self._require_one_of("conv_activation", CONV_ACTIVATIONS)
 
     def state_shapes(self) -> StateShapes:
         # One head of N keys and I values, as far as shapes go; the decay differs for each of its numbers.
@@ -34,12 +53,14 @@ class MambaConfig(MixerConfig):
 
     def tensor_shapes(self, hidden_size: int) -> TensorShapes:
         inner, keys = self.inner_dim, self.state_dim
+        norms = {"dt_norm.weight": (self.dt_rank,), "b_norm.weight": (keys,), "c_norm.weight": (keys,)}
         return {
             "A_log": (inner, keys),
             "D": (inner,),
             **linear("in_proj", 2 * inner, hidden_size, bias=self.proj_bias),
             **convolution("conv", inner, self.conv_width, bias=self.conv_bias),
             **linear("x_proj", self.dt_rank + 2 * keys, inner),
+            **(norms if self.input_norms == "weighted" else {}),
             **linear("dt_proj", inner, self.dt_rank, bias=True),
             **linear("out_proj", hidden_size, inner, bias=self.proj_bias),
         }

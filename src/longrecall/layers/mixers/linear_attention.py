@@ -1,4 +1,4 @@
-"""What GLA, RetNet, DeltaNet and Gated DeltaNet share: projections, short convolutions, subheads, output norm and gate.
+"""What GLA, RetNet, DeltaNet, Gated DeltaNet and KDA share: projections, convolutions, subheads, output norm and gate.
 
 With an expansion (layers/expansion.py) a layer has more state heads than value heads. State heads are ordered by key
 head, then subhead, then value head of that key head, so that each key subhead serves neighbours, as the ops want it.
@@ -39,7 +39,7 @@ class LinearAttentionMixer(nn.Module):
         else:
             self.register_parameter("subhead_scale", None)
         self.v_proj = nn.Linear(hidden_size, values, bias=False)
-        self.g_proj = nn.Linear(hidden_size, values, bias=False) if config.output_gate else None
+        self.g_proj: nn.Module | None = nn.Linear(hidden_size, values, bias=False) if config.output_gate else None
         self.q_conv = ShortConvolution(keys, config.conv_width) if config.conv_width else None
         self.k_conv = ShortConvolution(keys, config.conv_width) if config.conv_width else None
         self.v_conv = ShortConvolution(values, config.conv_width) if config.conv_width else None

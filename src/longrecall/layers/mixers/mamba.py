@@ -11,6 +11,7 @@ from longrecall.layers.descriptions.mamba import MambaConfig
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.delta_net import reset_time_steps
 from longrecall.layers.mixers.linear_attention import mask_tokens
+from longrecall.layers.norm import RMSNorm, rms_normalise
 from longrecall.layers.projections import is_biased
 from longrecall.ops import selective_scan
 
@@ -26,8 +27,11 @@ class Mamba(nn.Module):
         self.config = config
         inner, keys = config.inner_dim, config.state_dim
         self.in_proj = nn.Linear(hidden_size, 2 * inner, bias=config.proj_bias)
-        self.conv = ShortConvolution(inner, config.conv_width, bias=config.conv_bias)
+        self.conv = ShortConvolution(inner, config.conv_width, config.conv_bias, config.conv_activation)
         self.x_proj = nn.Linear(inner, config.dt_rank + 2 * keys, bias=False)
+        if config.input_norms == "weighted":
+            for name, size in (("dt", config.dt_rank), ("b", keys), ("c", keys)):
+                self.add_module(f"{name}_norm", RMSNorm(size, config.norm_eps))
         self.dt_proj = nn.Linear(config.dt_rank, inner)
         self.A_log = nn.Parameter(torch.empty(inner, keys))
         self.D = nn.Parameter(torch.ones(inner))
@@ -52,6 +56,7 @@ class Mamba(nn.Module):
         channels, z = self.in_proj(x).chunk(2, dim=-1)
         channels, conv_state = self.conv(channels, None if state is None else state["conv"], mask)
         low_rank, b, c = self.x_proj(channels).split((config.dt_rank, config.state_dim, config.state_dim), dim=-1)
+        low_rank, b, c = (self._normed(name, part) for name, part in (("dt", low_rank), ("b", b), ("c", c)))
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         step = mask_tokens(F.softplus(self._raw_step(low_rank, wide)), mask)
         y, final = selective_scan(
@@ -66,6 +71,16 @@ class Mamba(nn.Module):
         y = (y * F.silu(z.to(wide))).to(x.dtype)
         projected: Tensor = self.out_proj(y)
         return projected, {"recurrent": final.unsqueeze(1), "conv": conv_state}
+
+    def _normed(self, name: str, part: Tensor) -> Tensor:
+        """The low-rank time step, B or C ``[B, T, n]`` after its norm, if there is one."""
+        kind = self.config.input_norms
+        if kind == "none":
+            return part
+        if kind == "plain":
+            return rms_normalise(part, self.config.norm_eps)
+        normed: Tensor = self.get_submodule(f"{name}_norm")(part)
+        return normed
 
     def _raw_step(self, low_rank: Tensor, wide: torch.dtype) -> Tensor:
         """Time steps before their softplus ``[B, T, I]`` from their low-rank part ``[B, T, R]``, in `wide`."""

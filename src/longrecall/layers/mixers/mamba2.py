@@ -12,17 +12,18 @@ from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.delta_net import reset_time_steps
 from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.layers.norm import Norm, RMSNorm, operand_dtype
-from longrecall.layers.projections import project_gated
+from longrecall.layers.projections import project_gated, project_product
 from longrecall.layers.stepping.step import Buffers, MixerStep, PlainStep, Step, StepSettings
 from longrecall.layers.stepping.stream import Stream
 from longrecall.ops import gated_linear_attention
 from longrecall.ops.linear_attention.stepped_values import stepped_values
+from longrecall.ops.norms.op import Gate
 
 
 class Mamba2(nn.Module):
     """One projection to z, x, B, C and dt; convolution on x, B and C; decay exp(-dt exp(A_log)).
 
-    The output is norm((C S + D x) * silu(z)), projected.
+    The output is norm((C S + D x) * silu(z)), projected; the norm may stand before the gate, or be left out.
     """
 
     def __init__(self, config: Mamba2Config, hidden_size: int) -> None:
@@ -31,12 +32,12 @@ class Mamba2(nn.Module):
         inner, heads, keys = config.inner_dim, config.num_heads, config.groups * config.state_dim
         self.sizes = (inner, inner + 2 * keys, heads)
         self.in_proj = nn.Linear(hidden_size, sum(self.sizes), bias=config.proj_bias)
-        self.conv = ShortConvolution(inner + 2 * keys, config.conv_width, bias=config.conv_bias)
+        self.conv = ShortConvolution(inner + 2 * keys, config.conv_width, config.conv_bias, config.conv_activation)
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.ones(heads))
-        self.norm = RMSNorm(inner, config.norm_eps, groups=config.groups)
-        self.out_proj = nn.Linear(inner, hidden_size, bias=config.proj_bias)
+        self.norm = None if config.gated_norm == "none" else RMSNorm(inner, config.norm_eps, groups=config.groups)
+        self.out_proj = nn.Linear(inner, hidden_size, bias=config.has_out_bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -52,7 +53,10 @@ class Mamba2(nn.Module):
     ) -> tuple[Tensor, LayerState]:
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``recurrent [B, H, N, P]``)."""
         config = self.config
-        z, channels, raw_step = self.in_proj(x).split(self.sizes, dim=-1)
+        projected = self.in_proj(x)
+        if (factors := self.multipliers(projected)) is not None:
+            projected = projected * factors
+        z, channels, raw_step = projected.split(self.sizes, dim=-1)
         channels, conv_state = self.conv(channels, None if state is None else state["conv"], mask)
         keys = config.groups * config.state_dim
         values, b, c = channels.split((config.inner_dim, keys, keys), dim=-1)
@@ -71,19 +75,47 @@ class Mamba2(nn.Module):
             return gated_linear_attention(c, b, stepped, log_decay, scale=1.0, initial_state=initial)
 
         y, final = stepped_values(values, step, self.D.to(wide), attend)
-        projected = project_gated(y.flatten(-2), self.norm, z, self.out_proj, operand_dtype(x), "silu_before")
-        return projected, {"recurrent": final, "conv": conv_state}
+        y, dtype = y.flatten(-2), operand_dtype(x)
+        if self.norm is None:
+            out = project_product(y, z, self.out_proj, dtype)
+        else:
+            kind: Gate = "silu_before" if config.gated_norm == "after_gate" else "silu"
+            out = project_gated(y, self.norm, z, self.out_proj, dtype, kind)
+        return out, {"recurrent": final, "conv": conv_state}
+
+    def multipliers(self, like: Tensor) -> Tensor | None:
+        """The factor of every row of the projection, on the device and in the dtype of a tensor; None = all are 1."""
+        config = self.config
+        if all(factor == 1.0 for factor in config.part_multipliers):
+            return None
+        keys = config.groups * config.state_dim
+        sizes = (config.inner_dim, config.inner_dim, keys, keys, config.num_heads)
+        # Filled on the device: a copy from the host could not be captured.
+        return torch.cat(
+            [like.new_full((size,), factor) for size, factor in zip(sizes, config.part_multipliers, strict=True)]
+        )
 
     def decoding_step(self, config: Mamba2Config, settings: StepSettings) -> Step:
         """The step that decodes one token with this layer, described by `config`."""
-        serves = settings.kernels and not config.proj_bias
+        serves = settings.kernels and _why_no_kernels(config) is None
         return Mamba2Step(config, self, settings) if serves else PlainStep(config, self, settings)
+
+
+def _why_no_kernels(config: Mamba2Config) -> str | None:
+    """Why the kernels of a step do not serve such a layer, in words; None = they do."""
+    if config.conv_activation != "silu":
+        return f"the kernels end a convolution with SiLU, not with {config.conv_activation}"
+    return None
 
 
 class Mamba2Step(MixerStep):
     """One token through convolution, recurrence, skip and gated norm, in a few launches."""
 
     mixer: Mamba2
+
+    def __init__(self, config: Mamba2Config, mixer: Mamba2, settings: StepSettings) -> None:
+        super().__init__(config, mixer, settings)
+        self.multipliers = mixer.multipliers(mixer.in_proj.weight)
 
     def __call__(self, stream: Stream, norm: Norm | None, buffers: Buffers, position: Tensor) -> None:
         from longrecall.ops.decoding.triton.elementwise import Sum, convolve, gated_norm
@@ -92,6 +124,10 @@ class Mamba2Step(MixerStep):
         mixer = self.mixer
         config, conv = mixer.config, mixer.conv
         (projected,) = stream.project(norm, [mixer.in_proj.weight])
+        if mixer.in_proj.bias is not None:
+            projected = projected + mixer.in_proj.bias
+        if self.multipliers is not None:
+            projected = projected * self.multipliers
         z, channels, raw_step = projected.split(mixer.sizes, dim=-1)
         (mixed,) = convolve([(channels, buffers["conv"].transpose(1, 2), conv.weight, conv.bias)])
         keys = config.groups * config.state_dim
@@ -109,6 +145,10 @@ class Mamba2Step(MixerStep):
             skip=mixer.D,
         )
         total = Sum(column_step=config.inner_dim // config.groups)
-        inner = mixer.norm
-        y = gated_norm(o, config.groups, total, inner.weight, inner.eps, mixed.dtype, z, gate_first=True)
-        stream.add_product(y, mixer.out_proj.weight)
+        weight, eps = (None, 0.0) if mixer.norm is None else (mixer.norm.weight, mixer.norm.eps)
+        gate_first = config.gated_norm == "after_gate"
+        y = gated_norm(o, config.groups, total, weight, eps, mixed.dtype, z, gate_first=gate_first)
+        if mixer.out_proj.bias is None:
+            stream.add_product(y, mixer.out_proj.weight)
+        else:
+            stream.add(F.linear(y, mixer.out_proj.weight, mixer.out_proj.bias))

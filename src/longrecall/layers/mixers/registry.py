@@ -20,6 +20,7 @@ from longrecall.layers.descriptions.mamba import MambaConfig
 from longrecall.layers.descriptions.mamba2 import Mamba2Config
 from longrecall.layers.descriptions.mlp import MLPConfig
 from longrecall.layers.descriptions.mom import MoMConfig
+from longrecall.layers.descriptions.parallel import ParallelConfig
 from longrecall.layers.descriptions.retnet import RetNetConfig
 from longrecall.layers.descriptions.retrieval import RetrievalConfig
 from longrecall.layers.descriptions.rwkv import RWKV5Config, RWKV6Config
@@ -45,6 +46,7 @@ MIXERS: dict[str, type[MixerConfig]] = {
         HyenaConfig,
         AttentionConfig,
         HymbaConfig,
+        ParallelConfig,
         HandoverConfig,
         RetrievalConfig,
         MLPConfig,

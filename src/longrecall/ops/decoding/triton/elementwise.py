@@ -160,8 +160,8 @@ def convolve(parts: list[tuple[Tensor, Tensor, Tensor, Tensor | None]]) -> list[
 def _gated_norm_kernel(
     o, weights, gate, norm, out, terms, width, o_row, row_a, row_b, repeats, term_step, column_step,
     norm_step, gate_row, eps,
-    WEIGHTED: tl.constexpr, GATED: tl.constexpr, GATE_FIRST: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr = 0,
+    WEIGHTED: tl.constexpr, GATED: tl.constexpr, GATE_FIRST: tl.constexpr, NORMED: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -181,8 +181,10 @@ def _gated_norm_kernel(
         activated = z * _sigmoid(z)
         if GATE_FIRST:
             total *= activated
-    y = total * tl.rsqrt(tl.sum(total * total, 0) / width + eps)
-    y *= tl.load(norm + group * norm_step + column, mask=inside, other=0.0).to(tl.float32)
+    y = total
+    if NORMED:
+        y *= tl.rsqrt(tl.sum(total * total, 0) / width + eps)
+        y *= tl.load(norm + group * norm_step + column, mask=inside, other=0.0).to(tl.float32)
     if GATED and not GATE_FIRST:
         y *= activated
     tl.store(out + (row * groups + group) * width + column, y.to(out.dtype.element_ty), mask=inside)
@@ -206,7 +208,7 @@ def gated_norm(
     o: Tensor,
     groups: int,
     parts: Sum,
-    norm: Tensor,
+    norm: Tensor | None,
     eps: float,
     dtype: torch.dtype,
     gate: Tensor | None = None,
@@ -215,8 +217,8 @@ def gated_norm(
 ) -> Tensor:
     """Sum, RMS norm of every group and silu gate: o float32 ``[B, H, V]`` -> ``[B, groups * width]`` in `dtype`.
 
-    `norm` ``[width]`` serves every group, ``[groups * width]`` each its own. `gate` ``[B, groups * width]`` multiplies
-    the normed sum, or with `gate_first` the sum (Mamba-2).
+    `norm` ``[width]`` serves every group, ``[groups * width]`` each its own; None = no norm.
+    `gate` ``[B, groups * width]`` multiplies the normed sum, or with `gate_first` the sum (Mamba-2).
     """
     batch = o.shape[0]
     numbers = o[0].numel() if parts.terms == 1 else o[0].numel() // parts.terms
@@ -227,7 +229,7 @@ def gated_norm(
         o,
         o if parts.weights is None else parts.weights,
         o if gate is None else gate,
-        norm,
+        o if norm is None else norm,
         out,
         parts.terms,
         width,
@@ -237,12 +239,13 @@ def gated_norm(
         parts.repeats,
         parts.term_step,
         parts.column_step,
-        0 if norm.numel() == width else width,
+        0 if norm is None or norm.numel() == width else width,
         0 if gate is None else gate.stride(0),
         eps,
         WEIGHTED=parts.weights is not None,
         GATED=gate is not None,
         GATE_FIRST=gate_first,
+        NORMED=norm is not None,
         BLOCK=block,
         num_warps=1 if block <= 256 else 4 if block <= 2048 else 8,
     )
