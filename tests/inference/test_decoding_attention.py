@@ -24,6 +24,7 @@ LAYERS: dict[str, list[dict[str, Any]]] = {
     "window": [WINDOW, FULL],
     "meta": [META, FULL | {"meta_tokens": 2}],
     "hymba": [{"type": "hymba", "attention": META, "ssm": MIXERS["mamba2"], "third": FULL}, WINDOW],
+    "parallel": [MIXERS["parallel"] | {"attention": META}, MIXERS["parallel"] | {"ssm": FULL, "attention": WINDOW}],
     "retrieval": [MIXERS["retrieval"] | {"base": FULL}, MIXERS["retrieval"] | {"base": WINDOW}],
 }
 
@@ -56,6 +57,8 @@ def prompts(rows: int, length: int, padded: str) -> tuple[torch.Tensor, torch.Te
         ("full", 2, 9, "none", 2, True),
         ("meta", 5, 4, "right", 7, True),
         ("hymba", 1, 9, "none", 3, True),
+        ("parallel", 1, 9, "none", 3, True),
+        ("parallel", 5, 4, "right", 2, True),
         ("retrieval", 1, 9, "none", 6, True),
     ],
 )

@@ -182,10 +182,10 @@ def test_the_environment_can_name_the_backend(monkeypatch: pytest.MonkeyPatch) -
         gated_linear_attention(q, q, q, None)
 
 
-@pytest.mark.parametrize("name", ["gla_merged", "mamba2_groups"])
+@pytest.mark.parametrize("name", ["gla_merged", "mamba2_groups", "before_gate", "none"])
 def test_layers_give_the_same_on_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    mixer = mixer_config(MIXERS[name]).build(16)
+    mixer = mixer_config(MIXERS.get(name) or MIXERS["mamba2_groups"] | {"gated_norm": name}).build(16)
     x, mask = torch.randn(1, 20, 16), torch.arange(20)[None] >= 3
     found = []
     for chosen in ("chunked", "triton"):
