@@ -21,12 +21,14 @@ MIXERS: dict[str, dict[str, Any]] = {
     "retnet": {"type": "retnet", "num_heads": 2, "key_dim": 8, "value_dim": 8},
     "mamba2": {"type": "mamba2", "inner_dim": 32, "head_dim": 8, "state_dim": 4},
     "mamba2_groups": {"type": "mamba2", "inner_dim": 32, "head_dim": 8, "state_dim": 3, "groups": 2}
-    | {"proj_bias": True},
-    "mamba2_plain": {"type": "mamba2", "inner_dim": 32, "head_dim": 16, "state_dim": 4, "conv_bias": False},
+    | {"proj_bias": True, "gated_norm": "before_gate", "conv_activation": "gelu"},
+    "mamba2_plain": {"type": "mamba2", "inner_dim": 32, "head_dim": 16, "state_dim": 4, "conv_bias": False}
+    | {"gated_norm": "none", "out_bias": True, "part_multipliers": [0.5, 1.25, 0.75, 1.5, 2.0]},
     "attention": {"type": "attention", "num_heads": 2, "head_dim": 8},
     "gated_delta_net": {"type": "gated_delta_net", "num_heads": 2, "key_dim": 4, "value_dim": 8},
     "gated_delta_net_shared": {"type": "gated_delta_net", "num_heads": 2, "value_heads": 4, "key_dim": 4}
     | {"value_dim": 4, "conv_width": 0},
+    "kda": {"type": "kda", "num_heads": 2, "key_dim": 4, "value_dim": 8, "gate_rank": 3},
     "delta_net": {"type": "delta_net", "num_heads": 2, "key_dim": 4, "value_dim": 8, "output_gate": True},
 }
 

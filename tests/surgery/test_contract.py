@@ -18,7 +18,7 @@ from longrecall.surgery.registry import METHODS
 FITS = {
     "merge_heads": ("gla", "gla_conv", "retnet"),
     "grow_state": ("mamba2", "mamba2_groups", "mamba2_plain"),
-    "subheads": ("gated_delta_net", "gated_delta_net_shared", "delta_net", "gla_conv", "gla"),
+    "subheads": ("gated_delta_net", "gated_delta_net_shared", "delta_net", "gla_conv", "gla", "kda"),
     "add_retrieval": ("gla", "mamba2_groups", "attention"),
 }
 CASES = [(method, kind, init) for method, kinds in FITS.items() for kind in kinds for init in METHODS[method].inits]
@@ -260,7 +260,11 @@ def test_surgery_waits_for_a_handover(build: Build, operate: Build, method: str,
         ("grow_state", "gla", ("layer 1 is gla", "mamba2", "use merge_heads")),
         ("merge_heads", "attention", ("layer 1 is attention", "gla, retnet", "for attention use add_retrieval")),
         ("grow_state", "gated_delta_net", ("layer 1 is gated_delta_net", "for gated_delta_net use subheads")),
-        ("subheads", "retnet", ("layer 1 is retnet", "gated_delta_net, delta_net, gla", "for retnet use merge_heads")),
+        (
+            "subheads",
+            "retnet",
+            ("layer 1 is retnet", "gated_delta_net, delta_net, gla, kda", "for retnet use merge_heads"),
+        ),
         ("subheads", "mamba2", ("layer 1 is mamba2", "for mamba2 use grow_state")),
         ("subheads", "attention", ("layer 1 is attention", "for attention use add_retrieval")),
     ],

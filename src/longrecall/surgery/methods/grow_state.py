@@ -5,8 +5,9 @@ A Mamba-2 layer reads and writes its state through C and B, N channels per group
     in_proj  rows      [ z (I) | x (I) | B (G*N) | C (G*N) | dt (H) ]
     conv     channels  [ x (I) | B (G*N) | C (G*N) ]
 
-B and C are group-major, so each group grows separately. Everything else (z, x, dt, D, A_log, the gated norm, out_proj)
-stays. With N' channels the state of a layer is N'/N times as large.
+B and C are group-major, so each group grows separately. Everything else (z, x, dt, D, A_log, the norm wherever it
+stands, out_proj) stays. Factors of the projected parts hold for the new channels of B and C too. With N' channels the
+state of a layer is N'/N times as large.
 
     init       old B, C          new B            new C                          at step 0
     preserve   kept              fresh            rows 0, conv bias 0, conv fresh  the old function exactly
@@ -18,9 +19,10 @@ stays. With N' channels the state of a layer is N'/N times as large.
 perturb leaves the convolution of the old channels alone unless `perturb_conv` is set: four taps carry a whole channel,
 and noise on them costs far more of the old function than noise on the rows of in_proj before them.
 
-Why preserve learns: a C channel with zero rows and zero bias is SiLU(0) = 0, so the new part of the state is written
-but not read. Its gradient is not zero (SiLU'(0) = 1/2, and the state it would read holds random B), so C moves at the
-first step and B, which C then multiplies, from the second. With B and C both zero each waits for the other for ever.
+Why preserve learns: a C channel with zero rows and zero bias is SiLU(0) = 0 (as GELU(0) is), so the new part of the
+state is written but not read. Its gradient is not zero (SiLU'(0) = 1/2, and the state it would read holds random B), so
+C moves at the first step and B, which C then multiplies, from the second. With B and C both zero each waits for the
+other for ever.
 """
 
 from __future__ import annotations
@@ -83,11 +85,13 @@ def plan(mixer: MixerDescription, init: str, options: Mapping[str, Any]) -> Plan
     touched = ["in_proj.weight", "conv.weight"]
     touched += ["in_proj.bias"] if mixer["proj_bias"] else []
     touched += ["conv.bias"] if mixer["conv_bias"] else []
+    # Descriptions leave out what is as it mostly is: a gated norm, an output bias as in_proj has one.
+    norm = [] if mixer.get("gated_norm") == "none" else ["norm.weight"]
     if options.get("statex"):
-        touched += ["A_log", "dt_bias", "norm.weight"]
+        touched += ["A_log", "dt_bias", *norm]
     if init == "handover":
-        everything = [*touched, "A_log", "dt_bias", "norm.weight", "D", "out_proj.weight"]
-        everything += ["out_proj.bias"] if mixer["proj_bias"] else []
+        everything = [*touched, "A_log", "dt_bias", *norm, "D", "out_proj.weight"]
+        everything += ["out_proj.bias"] if mixer.get("out_bias", mixer["proj_bias"]) else []
         names = sorted({f"mixer.new.{name}" for name in everything})
         return Plan(handover_mixer(mixer, grown), tuple(names))
     warnings: tuple[str, ...] = ()
@@ -198,11 +202,11 @@ def _statex_scalars(tensors: Tensors) -> Tensors:
     """Return what StateX's published code resets beside B and C: A_log = log(1..H), dt_bias = 1, gated norm = 1."""
     import torch
 
-    a_log, dt_bias, norm = (tensors[f"mixer.{name}"] for name in ("A_log", "dt_bias", "norm.weight"))
+    a_log = tensors["mixer.A_log"]
+    ones = [name for name in ("mixer.dt_bias", "mixer.norm.weight") if name in tensors]
     return {
         "mixer.A_log": torch.arange(1, a_log.numel() + 1, dtype=torch.float32).log().to(a_log.dtype),
-        "mixer.dt_bias": torch.ones_like(dt_bias),
-        "mixer.norm.weight": torch.ones_like(norm),
+        **{name: torch.ones_like(tensors[name]) for name in ones},
     }
 
 

@@ -1,4 +1,4 @@
-"""subheads: every head of a trained GLA, DeltaNet or Gated DeltaNet layer gets E - 1 more subheads, each with a state.
+"""subheads: every head of a trained GLA, KDA or DeltaNet layer (gated or not) gets E - 1 more subheads with states.
 
 The layer becomes one of "Scaling up the State Size of RNN LLMs for Long-Context Scenarios", sections 4.1 to 4.3
 (layers/expansion.py has the formulas): E subheads read and write with queries and keys of their own, the values are
@@ -33,8 +33,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SUPPORTED = ("preserve", "perturb", "handover", "reinit")
-GATES = ("a_proj.weight", "b_proj.weight", "A_log", "dt_bias", "gk_proj.1.weight", "gk_proj.1.bias")
-"""Tensors with rows for every state head (or its channels): decay and beta."""
+GATES = {
+    "delta_net": ("b_proj.weight",),
+    "gated_delta_net": ("a_proj.weight", "b_proj.weight", "A_log", "dt_bias"),
+    "gla": ("gk_proj.1.weight", "gk_proj.1.bias"),
+    "kda": ("f_proj.1.weight", "b_proj.weight", "A_log", "dt_bias"),
+}
+"""Tensors of each mixer type with rows for every state head (or its channels): decay and beta."""
+KEPT_GATES = {
+    "gla": ("gk_proj.0.weight",),
+    "kda": ("f_proj.0.weight", "g_proj.0.weight", "g_proj.1.weight"),
+}
+"""Tensors of the same projections that stay as they are."""
 
 OPTIONS = (
     Option(
@@ -80,15 +90,17 @@ def plan(mixer: MixerDescription, init: str, options: Mapping[str, Any]) -> Plan
     grafted = init in ("preserve", "perturb")
     expansion = ExpansionConfig(kind="headwise", factor=count, grafted=grafted)
     grown = {**mixer, "expansion": expansion.to_dict()}
-    names = [*_gates(mixer), "q_expand.weight", "k_expand.weight"]
+    kind = str(mixer["type"])
+    names = [*GATES[kind], "q_expand.weight", "k_expand.weight"]
     names += ["q_conv.weight", "k_conv.weight"] if mixer["conv_width"] else []
     names += ["subhead_scale"] if grafted else []
     names += [] if init == "preserve" else ["q_proj.weight", "k_proj.weight"]
     if init == "handover":
         names += ["v_proj.weight", "o_norm.weight", "o_proj.weight"]
-        names += ["g_proj.weight"] if mixer["output_gate"] else []
+        names += ["g_proj.weight"] if mixer.get("output_gate") else []
         names += ["v_conv.weight"] if mixer["conv_width"] else []
-        names += ["gk_proj.0.weight"] if mixer["type"] == "gla" else []
+        names += KEPT_GATES.get(kind, ())
+        names += ["g_proj.1.bias"] if kind == "kda" and mixer.get("gate_bias", True) else []
         return Plan(handover_mixer(mixer, grown), tuple(sorted(f"mixer.new.{name}" for name in names)))
     return Plan(grown, tuple(sorted(f"mixer.{name}" for name in names)))
 
@@ -107,7 +119,7 @@ def transform(
     heads, old = int(mixer["num_heads"]), _present(mixer, init)
     new = old * int(options["factor"])
     result = dict(tensors)
-    for name in _gates(mixer):
+    for name in GATES[str(mixer["type"])]:
         rows = tensors[f"mixer.{name}"].unflatten(0, (heads, old, -1))
         copies = rows[:, :1].expand(-1, new - old, *rows.shape[2:])
         result[f"mixer.{name}"] = torch.cat([rows, copies], 1).flatten(0, 2)
@@ -193,17 +205,11 @@ def _present(mixer: MixerDescription, init: str) -> int:
     return int(expansion["factor"])
 
 
-def _gates(mixer: MixerDescription) -> tuple[str, ...]:
-    """Return the tensors of decay and beta that this mixer type has, relative to the mixer."""
-    having = {"delta_net": GATES[1:2], "gated_delta_net": GATES[:4], "gla": GATES[4:]}
-    return having[str(mixer["type"])]
-
-
 METHOD = Method(
     name="subheads",
     summary="more subheads per head",
-    mixers=("gated_delta_net", "delta_net", "gla"),
-    mixer_names="Gated DeltaNet, DeltaNet, GLA",
+    mixers=("gated_delta_net", "delta_net", "gla", "kda"),
+    mixer_names="Gated DeltaNet, DeltaNet, GLA, KDA",
     inits=SUPPORTED,
     options=OPTIONS,
     plan=plan,
