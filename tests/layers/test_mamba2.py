@@ -11,9 +11,10 @@ from longrecall.errors import UserError
 from longrecall.inference.step import DecodingStep
 from longrecall.layers.mixers.mamba2 import Mamba2Step
 from longrecall.layers.mixers.registry import mixer_config
-from longrecall.layers.stepping.step import PlainStep, StepSettings
+from longrecall.layers.stepping.step import PlainStep, StepSettings, step_of
 from longrecall.models.config import RecurrentConfig
-from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
+from longrecall.models.recurrent_layer import RecurrentLayer
+from longrecall.models.recurrent_lm import RecurrentLM
 from tests.conftest import MIXERS
 
 GROUPS = MIXERS["mamba2_groups"]
@@ -58,7 +59,7 @@ def test_a_convolution_with_another_activation_keeps_the_plain_step() -> None:
         model = model_of(GROUPS | {"conv_activation": activation})
         layer = cast(RecurrentLayer, model.model.layers[0])
         settings = StepSettings(1, 0, True, torch.float32, torch.float32, model.model.embeddings)
-        assert type(layer.mixer_config.decoding_step(layer.mixer, settings)) is kind
+        assert type(step_of(layer.mixer_config, layer.get_submodule("mixer"), settings)) is kind
 
 
 def test_descriptions_without_the_options_stay_as_they_were() -> None:
@@ -80,6 +81,7 @@ def test_descriptions_without_the_options_stay_as_they_were() -> None:
         (MIXERS["mamba"] | {"input_norms": "rms"}, "input_norms must be one of none, plain, weighted"),
         (MIXERS["kda"] | {"decay_floor": 0.5}, "decay_floor must be a number below 0"),
         ({"type": "parallel", "ssm": GROUPS}, 'mixer "parallel" is incomplete: .*attention'),
+        (MIXERS["parallel"] | {"ssm": {"type": "mlp", "inner_size": 8}}, 'ssm is "mlp", which mixes no tokens'),
     ],
 )
 def test_descriptions_that_cannot_be(description: dict[str, Any], message: str) -> None:
