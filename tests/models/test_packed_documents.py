@@ -27,7 +27,7 @@ def told(kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["position_ids", "seq_idx"])
 def test_every_document_of_every_row_is_read_alone(kind: str) -> None:
-    model, x = model_of("gla_conv", "mamba2", "retrieval", "attention").eval(), ids()
+    model, x = model_of("gla_conv", "mamba2", "retrieval", "attention", "parallel", "kda_subheads").eval(), ids()
     with torch.no_grad():
         found = model(x, labels=x, output_hidden_states=True, **{kind: told(kind)})
         assert found.logits.shape == (2, 12, 258) and found.hidden_states[0].shape == (2, 12, 32)
