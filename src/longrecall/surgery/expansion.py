@@ -83,8 +83,8 @@ def expand(
     Args:
         src: checkpoint folder (or whatever `longrecall.load` takes); it is never changed.
         dst: output folder. It appears complete at the end or not at all.
-        method: `merge_heads` (GLA, RetNet), `grow_state` (Mamba-2), `subheads` (Gated DeltaNet, DeltaNet, GLA) or
-            `add_retrieval` (any mixer).
+        method: `merge_heads` (GLA, RetNet), `grow_state` (Mamba-2), `subheads` (Gated DeltaNet, DeltaNet, GLA, KDA)
+            or `add_retrieval` (any mixer).
         layers: `every:M`, `first:N`, `all`, `0,6,12`, or indices.
         init: `preserve`, `perturb`, `handover`, `reinit` or `inherit`; the modules of the methods say what each does.
         seed: of all fresh numbers; a layer's numbers do not depend on which other layers are chosen.
