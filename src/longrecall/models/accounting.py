@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,8 @@ class ModelAccount:
     layers: tuple[LayerAccount, ...]
     parameters: int
     state_size: int
+    active_parameters: int
+    """The total without the experts (or memories) that one token is not sent to; embeddings and head count whole."""
 
     @property
     def state_bytes(self) -> int:
@@ -68,7 +71,16 @@ def account(config: ModelSizes) -> ModelAccount:
         )
         for index, layer in enumerate(config.layer_configs())
     )
-    return ModelAccount(layers, total, sum(layer.state_size for layer in layers))
+    parts = Counter(part for layer in config.layer_configs() for _, part in layer.parts())
+    idle = sum(count * _idle_parameters(part, config.hidden_size) for part, count in parts.items())
+    return ModelAccount(layers, total, sum(layer.state_size for layer in layers), total - idle)
+
+
+def _idle_parameters(part: MixerConfig, hidden_size: int) -> int:
+    """Parameters of a part of a layer that one token does not meet."""
+    both = (part.tensor_shapes(hidden_size), part.active_tensor_shapes(hidden_size))
+    every, active = (sum(math.prod(shape) for shape in shapes.values()) for shapes in both)
+    return every - active
 
 
 _SHOWN = (
@@ -83,6 +95,11 @@ _SHOWN = (
     "groups",
     "memories",
     "active",
+    "num_experts",
+    "top_k",
+    "inner_size",
+    "shared_size",
+    "latent_size",
     "conv_width",
     "channels",
     "kernel",

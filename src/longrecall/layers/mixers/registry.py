@@ -19,6 +19,7 @@ from longrecall.layers.descriptions.kda import KDAConfig
 from longrecall.layers.descriptions.mamba import MambaConfig
 from longrecall.layers.descriptions.mamba2 import Mamba2Config
 from longrecall.layers.descriptions.mlp import MLPConfig
+from longrecall.layers.descriptions.moe import MoEConfig
 from longrecall.layers.descriptions.mom import MoMConfig
 from longrecall.layers.descriptions.retnet import RetNetConfig
 from longrecall.layers.descriptions.retrieval import RetrievalConfig
@@ -48,6 +49,7 @@ MIXERS: dict[str, type[MixerConfig]] = {
         HandoverConfig,
         RetrievalConfig,
         MLPConfig,
+        MoEConfig,
     )
 }
 
