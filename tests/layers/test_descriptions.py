@@ -53,7 +53,6 @@ MORE: dict[str, dict[str, Any]] = {
     "hymba_third": MIXERS["hymba"] | {"third": MIXERS["gla"]},
     "retrieval_hard": MIXERS["retrieval"] | {"selector": "hard", "blend": "learned"},
     "retrieval_fixed": MIXERS["retrieval"] | {"blend": "fixed", "base": MIXERS["handover"]},
-    "mlp": {"type": "mlp", "inner_size": 24},
 }
 for kind in ("gla", "delta_net", "gated_delta_net"):
     values = {"value_heads": 4} if kind == "gated_delta_net" else {}

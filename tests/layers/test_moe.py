@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +23,17 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSpars
 from transformers.models.qwen3_next import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock, load_balancing_loss_func
 
+import longrecall
 from longrecall.errors import UserError
 from longrecall.layers.experts import Experts, Way, groups_products
 from longrecall.layers.mixers.base import AUXILIARY_LOSS
 from longrecall.layers.mixers.registry import mixer_config
 from longrecall.layers.moe import MixtureOfExperts, balance_loss
+from longrecall.models.checkpoint import save
+from longrecall.models.config import RecurrentConfig
+from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.ops.execution import fixed_shapes
+from tests.conftest import MIXERS
 
 WIDTH = 16
 
@@ -337,6 +343,39 @@ def test_the_balance_loss_teaches_the_router(name: str) -> None:
         optimiser.step()
     least = block.config.top_k
     assert losses[-1] - least < 0.5 * (losses[0] - least)
+
+
+def test_the_losses_of_a_model(tmp_path: Path) -> None:
+    """They are added up over its layers, of real tokens alone; a narrow copy keeps the correction in float32."""
+    moe = {"type": "moe", **CASES["kimi_groups"][2], "balance": 0.5}
+    layers = [{"blocks": [{"name": "mixer", "module": MIXERS["gla"]}, {"name": "mlp", "module": moe}]}] * 2
+    torch.manual_seed(0)
+    model = RecurrentLM(RecurrentConfig(vocab_size=40, hidden_size=WIDTH, layers=layers, initializer_range=0.2))
+    tokens = torch.randint(0, 40, (2, 8), generator=torch.Generator().manual_seed(13))
+    padded, mask = F.pad(tokens, (3, 0)), F.pad(torch.ones_like(tokens), (3, 0))
+    for projection in (model.model.layers[1].mlp.experts.down_proj, model.model.layers[1].mlp.router.weight):
+        # Of 96 numbers or more: the standard error of their spread is 7%.
+        assert 0.15 < projection.std() < 0.25, "experts are initialised as every projection is"
+    loss = model.train()(tokens).auxiliary_loss
+    assert loss > 2 * 0.5 * 3
+    for other in (
+        model(padded, attention_mask=mask).auxiliary_loss,
+        model(tokens.view(1, -1), cu_seqlens=torch.tensor([0, 8, 16])).auxiliary_loss,
+    ):
+        # float32 sums in another order.
+        torch.testing.assert_close(other, loss, rtol=1e-5, atol=0)
+    weight = model.model.layers[0].mlp.router.weight
+    wanted = torch.autograd.grad(loss, weight)[0]
+    model.gradient_checkpointing_enable()
+    torch.testing.assert_close(torch.autograd.grad(model(tokens).auxiliary_loss, weight)[0], wanted)
+    assert model.eval()(tokens).auxiliary_loss is None
+    bias = model.model.layers[1].mlp.correction_bias
+    bias.copy_(torch.linspace(0.1, 0.7, len(bias)))
+    save(model, tmp_path / "model")
+    for loaded in (longrecall.load(tmp_path / "model", dtype="bfloat16"), longrecall.load(tmp_path / "model").half()):
+        narrow = loaded.model.layers[1].mlp
+        assert narrow.router.weight.dtype in (torch.bfloat16, torch.float16)
+        assert torch.equal(narrow.correction_bias, bias)
 
 
 def test_adapters_on_the_experts() -> None:

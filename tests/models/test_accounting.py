@@ -30,6 +30,9 @@ MAMBA2 = {"type": "mamba2", "inner_dim": 4096, "head_dim": 64, "state_dim": 128}
 GLA = {"type": "gla", "num_heads": 4, "key_dim": 256, "value_dim": 512, "norm_eps": 1e-6}
 
 
+MOE = {"type": "moe", "num_experts": 4, "top_k": 1, "inner_size": 8}
+
+
 def mamba2_1b3(grown: range) -> RecurrentConfig:
     """state-spaces/mamba2-1.3b: 50277 tokens padded to a multiple of 16, tied."""
     layers = [{"mixer": MAMBA2 | ({"state_dim": 512} if index in grown else {})} for index in range(48)]
@@ -201,10 +204,13 @@ def test_active_parameters_leave_out_the_experts_that_a_token_is_not_sent_to() -
         ([mom], 3 * ((16 + 32 + 2 + 2) * 2688 + (16 + 32) * 4 + 2 * 2)),
     ):
         layers = [{"mixer": mixer} for mixer in mixers]
+        layers += [{"blocks": [{"name": "mixer", "module": MAMBA2}, {"name": "mlp", "module": MOE}]}] * bool(idle)
+        idle += 3 * 3 * 8 * 2688 * bool(idle)
         config = RecurrentConfig(vocab_size=32, hidden_size=2688, layers=layers)
         counted = account(config)
         assert counted.parameters - counted.active_parameters == idle
         facts = describe(config, (), "x", None)
         assert facts["active_parameters"] == counted.active_parameters
         assert ("active parameters" in as_text(facts)) == bool(idle)
+        assert not idle or "conv_width=4 + moe num_experts=4 top_k=1 inner_size=8" in as_text(facts)
     assert describe_sizes(mixer_config(moe).to_dict()) == "num_experts=128 top_k=6 inner_size=1856 shared_size=3712"

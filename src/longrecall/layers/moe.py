@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Self, cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -44,7 +47,6 @@ class MixtureOfExperts(nn.Module):
         self.latent_out = nn.Linear(width, hidden_size, bias=config.bias) if latent else None
         self.shared = None if config.shared is None else config.shared.build(hidden_size)
         self.shared_gate = nn.Linear(hidden_size, 1, bias=False) if config.shared_gate else None
-        # Scores lie close to each other: in bfloat16 another expert would often be chosen.
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.correction_bias else None
         self.register_buffer("correction_bias", bias)
 
@@ -52,6 +54,17 @@ class MixtureOfExperts(nn.Module):
         """No correction."""
         if self.correction_bias is not None:
             nn.init.zeros_(self.correction_bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """`to()`, `bfloat16()` and the like; the correction stays in float32.
+
+        Scores lie close to each other: with a rounded correction other experts would be chosen.
+        """
+        before = self.correction_bias
+        cast(Any, super())._apply(fn, recurse)
+        if before is not None and self.correction_bias is not None and self.correction_bias.dtype != before.dtype:
+            self.correction_bias = before.to(self.correction_bias.device)
+        return self
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """x ``[..., d]`` -> y ``[..., d]``; while training with gradients also ``{"auxiliary_loss": ...}``.

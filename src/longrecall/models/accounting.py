@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from longrecall.layers.descriptions.base import MixerConfig
+from longrecall.layers.descriptions.mlp import MLPConfig
 from longrecall.layers.descriptions.retrieval import RetrievalConfig
-from longrecall.models.sizes import ModelSizes
+from longrecall.models.sizes import LayerConfig, ModelSizes
 
 STATE_BYTES = 4
 """Recurrent states are float32 whatever the weights are."""
@@ -65,7 +66,7 @@ def account(config: ModelSizes) -> ModelAccount:
         LayerAccount(
             index=index,
             mixer=layer.mixer.type,
-            sizes=describe_sizes(layer.mixer.to_dict(), layer.mlp_size),
+            sizes=_sizes(layer),
             parameters=per_layer[index],
             state_size=layer.state_size(),
         )
@@ -74,6 +75,13 @@ def account(config: ModelSizes) -> ModelAccount:
     parts = Counter(part for layer in config.layer_configs() for _, part in layer.parts())
     idle = sum(count * _idle_parameters(part, config.hidden_size) for part, count in parts.items())
     return ModelAccount(layers, total, sum(layer.state_size for layer in layers), total - idle)
+
+
+def _sizes(layer: LayerConfig) -> str:
+    """The sizes of a layer: of its first block's module and its MLP, then of what else it has."""
+    others = [block.module for block in layer.blocks[1:] if not isinstance(block.module, MLPConfig)]
+    shown = [f"{part.type} {describe_sizes(part.to_dict())}" for part in others]
+    return " + ".join([describe_sizes(layer.mixer.to_dict(), layer.mlp_size), *shown])
 
 
 def _idle_parameters(part: MixerConfig, hidden_size: int) -> int:
