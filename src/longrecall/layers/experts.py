@@ -4,11 +4,11 @@ Four ways form the same products; `_way` takes the first that it can.
 
 | way | what it does | taken |
 |---|---|---|
-| gathered | copies the weights of every token's experts | GPUs, for a token or a few: up to `FEW_BYTES` of copies |
+| gathered | copies the weights of every token's experts | GPUs without gradients, up to `FEW_BYTES` of copies |
 | grouped | sorts tokens by expert, one call of torch's grouped product | bfloat16 on Hopper and newer GPUs |
-| gathered | | other GPUs, up to one copy of all weights |
+| gathered | | other GPUs without gradients, and fixed shapes: up to one copy of all weights |
 | sorted | as grouped, with a product for every expert that has tokens | the CPU, and what is left on other GPUs |
-| masked | every expert reads every token | in place of sorted where no length may depend on values |
+| masked | every expert reads every token | in place of sorted for fixed shapes: no length may depend on values |
 
 Sorted alone reads numbers back from the device, so that a decoding step can be recorded as a CUDA graph, and reading a
 prompt too where it is one.
@@ -97,7 +97,8 @@ class Experts(nn.Module):
 def _way(device: torch.device, dtype: torch.dtype, up: Tensor, down: Tensor, pairs: int) -> Way:
     """How products with these weights are formed in `dtype`, for so many pairs of a token and an expert."""
     experts, size, inner = down.shape
-    gathers, fixed = device.type != "cpu", shapes_are_fixed(device)
+    # The gradient of a copy is added to the weights in their own dtype, pair after pair.
+    gathers, fixed = device.type != "cpu" and not torch.is_grad_enabled(), shapes_are_fixed(device)
     if gathers and pairs * dtype.itemsize * (up[0].numel() + down[0].numel()) <= FEW_BYTES:
         return "gathered"
     # The kernel wants rows of whole 16 bytes.
