@@ -38,12 +38,25 @@ MORE: dict[str, dict[str, Any]] = {
     "mamba2_no_norm": MIXERS["mamba2"] | {"gated_norm": "none", "out_bias": True},
     "mamba_weighted": MIXERS["mamba"] | {"input_norms": "weighted"},
     "attention_bias": MIXERS["attention"] | {"qkv_bias": True},
+    "mlp": {"type": "mlp", "inner_size": 24},
+    "mlp_no_gate": {"type": "mlp", "inner_size": 24, "gated": False, "activation": "relu2", "bias": True},
+    "mlp_biases": {"type": "mlp", "inner_size": 24, "activation": "gelu", "bias": True, "output_multiplier": 0.5},
+    "moe": {"type": "moe", "num_experts": 4, "top_k": 2, "inner_size": 8},
+    "moe_shared": {
+        "type": "moe",
+        "num_experts": 4,
+        "top_k": 2,
+        "inner_size": 8,
+        "shared_size": 24,
+        "shared_gate": True,
+    },
+    "moe_latent": {"type": "moe", "num_experts": 4, "top_k": 2, "inner_size": 8, "router": "sigmoid", "gated": False}
+    | {"correction_bias": True, "latent_size": 12, "shared_size": 24, "bias": True},
     "hymba_third": MIXERS["hymba"] | {"third": MIXERS["gla"]},
     **{f"{one}_channel": {"type": f"{one}_channel", "input_dim": WIDTH, "inner_dim": 40} for one in ("rwkv4", "rwkv6")},
     "rwkv7_channel": {"type": "rwkv7_channel", "input_dim": WIDTH, "inner_dim": 40},
     "retrieval_hard": MIXERS["retrieval"] | {"selector": "hard", "blend": "learned"},
     "retrieval_fixed": MIXERS["retrieval"] | {"blend": "fixed", "base": MIXERS["handover"]},
-    "mlp": {"type": "mlp", "inner_size": 24},
 }
 for kind in ("gla", "delta_net", "gated_delta_net", "kda"):
     values = {"value_heads": 4} if kind == "gated_delta_net" else {}

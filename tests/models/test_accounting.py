@@ -9,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longrecall.cli.info import as_text, describe
+from longrecall.layers.mixers.registry import mixer_config
 from longrecall.models.accounting import (
     account,
     average_key_value_cache_size,
@@ -26,6 +28,9 @@ from tests.conftest import MIXERS
 
 MAMBA2 = {"type": "mamba2", "inner_dim": 4096, "head_dim": 64, "state_dim": 128}
 GLA = {"type": "gla", "num_heads": 4, "key_dim": 256, "value_dim": 512, "norm_eps": 1e-6}
+
+
+MOE = {"type": "moe", "num_experts": 4, "top_k": 1, "inner_size": 8}
 
 
 def mamba2_1b3(grown: range) -> RecurrentConfig:
@@ -185,3 +190,27 @@ def test_retrieval_keeps_the_ids_once_and_a_vector_a_finished_chunk_and_layer() 
         "attention num_heads=4 kv_heads=2 head_dim=4 window=10"
         " + weighted chunk=64 top_k=4 encoder_dim=64 num_heads=8 kv_heads=1 head_dim=64 blend=fixed"
     )
+
+
+def test_active_parameters_leave_out_the_experts_that_a_token_is_not_sent_to() -> None:
+    moe = {"type": "moe", "num_experts": 128, "top_k": 6, "inner_size": 1856, "gated": False, "activation": "relu2"}
+    moe |= {"router": "sigmoid", "correction_bias": True, "shared_size": 3712}
+    mom = {"type": "mom", "num_heads": 2, "key_dim": 8, "value_dim": 16, "memories": 4, "active": 1}
+    for mixers, idle in (
+        # Nemotron-3-Nano's sizes: 122 experts of two matrices each, in two layers.
+        ([moe, MAMBA2, moe], 2 * 122 * 2 * 1856 * 2688),
+        ([MAMBA2], 0),
+        # Three memories' rows of keys, values, two gates, convolutions, A_log and dt_bias.
+        ([mom], 3 * ((16 + 32 + 2 + 2) * 2688 + (16 + 32) * 4 + 2 * 2)),
+    ):
+        layers = [{"mixer": mixer} for mixer in mixers]
+        layers += [{"blocks": [{"name": "mixer", "module": MAMBA2}, {"name": "mlp", "module": MOE}]}] * bool(idle)
+        idle += 3 * 3 * 8 * 2688 * bool(idle)
+        config = RecurrentConfig(vocab_size=32, hidden_size=2688, layers=layers)
+        counted = account(config)
+        assert counted.parameters - counted.active_parameters == idle
+        facts = describe(config, (), "x", None)
+        assert facts["active_parameters"] == counted.active_parameters
+        assert ("active parameters" in as_text(facts)) == bool(idle)
+        assert not idle or "conv_width=4 + moe num_experts=4 top_k=1 inner_size=8" in as_text(facts)
+    assert describe_sizes(mixer_config(moe).to_dict()) == "num_experts=128 top_k=6 inner_size=1856 shared_size=3712"

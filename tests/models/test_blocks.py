@@ -20,6 +20,13 @@ from tests.conftest import MIXERS
 
 WIDTH, VOCABULARY, ROOM = 32, 40, 24
 MLP = {"type": "mlp", "inner_size": 24}
+SQUARED = MLP | {"gated": False, "activation": "relu2", "bias": True}
+MOE = {"type": "moe", "num_experts": 4, "top_k": 2, "inner_size": 8, "shared_size": 12, "shared_gate": True}
+SIGMOID_MOE = {"type": "moe", "num_experts": 6, "top_k": 2, "inner_size": 8, "router": "sigmoid", "groups": 3} | {
+    "active_groups": 2,
+    "correction_bias": True,
+    "latent_size": 10,
+}
 GEMMA = {"kind": "rms", "offset": 1.0}
 LAYER_NORM = {"kind": "layer", "bias": True, "eps": 1e-3}
 
@@ -29,7 +36,7 @@ def one(module: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def mlp(**more: Any) -> dict[str, Any]:
-    return {"name": "mlp", "module": MLP, **more}
+    return {"name": "mlp", "module": MLP} | more
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -61,6 +68,13 @@ MODELS: dict[str, dict[str, Any]] = {
             {"blocks": [one(MIXERS["retnet"], norm=LAYER_NORM), mlp(norm=LAYER_NORM)]},
             {"mixer": MIXERS["gla"], "mlp_size": 24},
         ],
+    },
+    "experts": {
+        "layers": [
+            {"blocks": [one(MIXERS["mamba2"]), mlp(module=MOE, norm=GEMMA)]},
+            {"blocks": [one(SIGMOID_MOE)]},
+            {"blocks": [one(MIXERS["attention"]), mlp(module=SQUARED, multiplier=0.5)]},
+        ]
     },
     "two_states": {
         "layers": [
@@ -149,7 +163,7 @@ def test_a_model_of_blocks(name: str, tmp_path: Path) -> None:
     assert again.generate(tokens, max_new_tokens=3).shape == (2, 14)
 
 
-@pytest.mark.parametrize("name", ["one_plus_weight", "multipliers", "two_states"])
+@pytest.mark.parametrize("name", ["one_plus_weight", "multipliers", "two_states", "experts"])
 def test_the_fused_step_of_a_model_of_blocks(name: str) -> None:
     pytest.importorskip("triton")
     model, tokens = build(name, torch.float32), ids()

@@ -81,6 +81,7 @@ def describe(config: ModelSizes, surgery: Sequence[dict[str, Any]], path: str, c
     return {
         "path": path,
         "parameters": total.parameters,
+        "active_parameters": total.active_parameters,
         "state_size": total.state_size,
         "state_bytes": total.state_bytes,
         "training_context": config.context_length,
@@ -167,6 +168,7 @@ def as_text(facts: dict[str, Any]) -> str:
     lines = [
         *aligned(rows, left=3),
         "",
+        *_active_lines(facts),
         f"training context   {f'{context:,} tokens' if context else 'not recorded'}",
         f"recurrent state    {format_bytes(facts['state_bytes'])} per sequence in float32, at any length:"
         f" {facts['state_size']:,} numbers",
@@ -180,6 +182,11 @@ def as_text(facts: dict[str, Any]) -> str:
         "surgery            " + ("none" if not facts["surgery"] else ""),
     ]
     return "\n".join(line.rstrip() for line in [*lines, *map(_surgery_line, facts["surgery"])])
+
+
+def _active_lines(facts: dict[str, Any]) -> list[str]:
+    active, every = facts["active_parameters"], facts["parameters"]
+    return [] if active == every else [f"active parameters  {active:,} of them for one token ({active / every:.1%})"]
 
 
 def _retrieval_lines(kept: dict[str, Any]) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from longrecall.layers.descriptions.base import MixerConfig
+from longrecall.layers.descriptions.mlp import MLPConfig
 from longrecall.layers.descriptions.retrieval import RetrievalConfig
-from longrecall.models.sizes import ModelSizes
+from longrecall.models.sizes import LayerConfig, ModelSizes
 
 STATE_BYTES = 4
 """Recurrent states are float32 whatever the weights are."""
@@ -39,6 +41,8 @@ class ModelAccount:
     layers: tuple[LayerAccount, ...]
     parameters: int
     state_size: int
+    active_parameters: int
+    """The total without the experts (or memories) that one token is not sent to; embeddings and head count whole."""
 
     @property
     def state_bytes(self) -> int:
@@ -62,13 +66,29 @@ def account(config: ModelSizes) -> ModelAccount:
         LayerAccount(
             index=index,
             mixer=layer.mixer.type,
-            sizes=describe_sizes(layer.mixer.to_dict(), layer.mlp_size),
+            sizes=_sizes(layer),
             parameters=per_layer[index],
             state_size=layer.state_size(),
         )
         for index, layer in enumerate(config.layer_configs())
     )
-    return ModelAccount(layers, total, sum(layer.state_size for layer in layers))
+    parts = Counter(part for layer in config.layer_configs() for _, part in layer.parts())
+    idle = sum(count * _idle_parameters(part, config.hidden_size) for part, count in parts.items())
+    return ModelAccount(layers, total, sum(layer.state_size for layer in layers), total - idle)
+
+
+def _sizes(layer: LayerConfig) -> str:
+    """The sizes of a layer: of its first block's module and its MLP, then of what else it has."""
+    others = [block.module for block in layer.blocks[1:] if not isinstance(block.module, MLPConfig)]
+    shown = [f"{part.type} {describe_sizes(part.to_dict())}" for part in others]
+    return " + ".join([describe_sizes(layer.mixer.to_dict(), layer.mlp_size), *shown])
+
+
+def _idle_parameters(part: MixerConfig, hidden_size: int) -> int:
+    """Parameters of a part of a layer that one token does not meet."""
+    both = (part.tensor_shapes(hidden_size), part.active_tensor_shapes(hidden_size))
+    every, active = (sum(math.prod(shape) for shape in shapes.values()) for shapes in both)
+    return every - active
 
 
 _SHOWN = (
@@ -83,6 +103,11 @@ _SHOWN = (
     "groups",
     "memories",
     "active",
+    "num_experts",
+    "top_k",
+    "inner_size",
+    "shared_size",
+    "latent_size",
     "conv_width",
     "channels",
     "kernel",

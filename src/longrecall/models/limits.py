@@ -24,7 +24,7 @@ VOCABULARY = 2**24
 WIDTH = 2**18
 """Channels: of the residual stream, of a head, of a state, of an MLP; ranks of projections."""
 HEADS = 2**14
-"""Heads, groups, chunks chosen."""
+"""Heads, groups, chunks chosen, experts."""
 PARTS = 2**10
 """What a layer has several of, each as large as a mixer's: memories, depths of a filter's network."""
 TAPS = 2**16
@@ -51,8 +51,12 @@ MOST: Mapping[str, int] = {
         WIDTH: "hidden_size d_model intermediate_size mlp_size inner_size inner_dim head_dim headdim "
         "key_dim value_dim state_dim state_size d_state dt_rank time_step_rank mix_rank "
         "decay_rank rate_rank gate_rank encoder_dim input_dim channels filter_width "
-        "filter_bands expand value_rank",
-        HEADS: "num_heads value_heads num_v_heads kv_heads num_kv_heads groups n_groups ngroups top_k active",
+        "filter_bands expand value_rank latent_size shared_size moe_intermediate_size "
+        "moe_latent_size moe_shared_expert_intermediate_size shared_expert_intermediate_size "
+        "shared_intermediate_size",
+        HEADS: "num_heads value_heads num_v_heads kv_heads num_kv_heads groups n_groups ngroups top_k "
+        "active num_experts num_local_experts n_routed_experts n_shared_experts "
+        "num_experts_per_tok num_experts_per_token active_groups n_group topk_group",
         PARTS: "memories filter_depth steps bound_rows bound_row",
         TAPS: "conv_width conv_kernel conv_size d_conv kernel shift_dim meta_tokens",
         LENGTH: "context_length max_position_embeddings window window_size chunk max_length",

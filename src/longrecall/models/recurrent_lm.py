@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from longrecall.errors import UserError
+from longrecall.layers.experts import Experts
 from longrecall.layers.mixers.base import without_auxiliary_losses
 from longrecall.layers.norm import build_norm
 from longrecall.layers.passed import EMBEDDED, without_carried
@@ -69,6 +70,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+        elif isinstance(module, Experts):
+            module.reset_parameters(std)
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 

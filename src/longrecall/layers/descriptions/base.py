@@ -94,6 +94,10 @@ class MixerConfig:
             layer = self.build(hidden_size)
         return {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
 
+    def active_tensor_shapes(self, hidden_size: int) -> TensorShapes:
+        """The same of the tensors' parts that one token meets: fewer rows where it is sent to a few of many."""
+        return self.tensor_shapes(hidden_size)
+
     def check_hidden_size(self, hidden_size: int) -> None:
         """Raise UserError where the mixer does not fit a model of this width."""
 

@@ -90,3 +90,11 @@ class MoMConfig(MixerConfig):
             shapes |= convolution(f"{name}_conv", size, self.conv_width)
         shapes |= linear("g_proj", values, hidden_size) if self.output_gate else {}
         return shapes | {"o_norm.weight": (self.value_dim,)} | linear("o_proj", hidden_size, values)
+
+    def active_tensor_shapes(self, hidden_size: int) -> TensorShapes:
+        shapes, used = self.tensor_shapes(hidden_size), self.active + int(self.shared)
+        own = ("A_log", "dt_bias", "k_proj", "v_proj", "a_proj", "b_proj", "k_conv", "v_conv")
+        return {
+            name: (shape[0] // self.all_memories * used, *shape[1:]) if name.split(".")[0] in own else shape
+            for name, shape in shapes.items()
+        }

@@ -20,6 +20,7 @@ from longrecall.layers.descriptions.kda import KDAConfig
 from longrecall.layers.descriptions.mamba import MambaConfig
 from longrecall.layers.descriptions.mamba2 import Mamba2Config
 from longrecall.layers.descriptions.mlp import MLPConfig
+from longrecall.layers.descriptions.moe import MoEConfig
 from longrecall.layers.descriptions.mom import MoMConfig
 from longrecall.layers.descriptions.parallel import ParallelConfig
 from longrecall.layers.descriptions.retnet import RetNetConfig
@@ -64,6 +65,7 @@ MIXERS: dict[str, type[MixerConfig]] = {
         HandoverConfig,
         RetrievalConfig,
         MLPConfig,
+        MoEConfig,
     )
 }
 
