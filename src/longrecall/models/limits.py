@@ -50,7 +50,7 @@ MOST: Mapping[str, int] = {
         VOCABULARY: "vocab_size pad_vocab_size_multiple",
         WIDTH: "hidden_size d_model intermediate_size mlp_size inner_size inner_dim head_dim headdim key_dim value_dim "
         "state_dim state_size d_state dt_rank time_step_rank mix_rank decay_rank rate_rank gate_rank encoder_dim "
-        "input_dim channels filter_width filter_bands expand",
+        "input_dim channels filter_width filter_bands expand kv_rank q_rank nope_dim rope_dim input_size",
         HEADS: "num_heads value_heads num_v_heads kv_heads num_kv_heads groups n_groups ngroups top_k active",
         PARTS: "memories filter_depth",
         TAPS: "conv_width conv_kernel conv_size d_conv kernel shift_dim meta_tokens",

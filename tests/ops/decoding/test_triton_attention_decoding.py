@@ -73,7 +73,9 @@ def expected_of(inputs: Inputs, window: int | None) -> tuple[Tensor, Cache]:
 
 def check(inputs: Inputs, window: int | None, tolerance: float) -> None:
     expected, cache = expected_of(inputs, window)
-    found = attend(*inputs[:6], window, inputs[6]).double()
+    q, k, v, written, position, frequency, meta = inputs
+    heads = q.unflatten(-1, (-1, written.key.shape[3]))
+    found = attend(heads, k, v, written, position, frequency=frequency, window=window, meta=meta).double()
     assert float((found - expected).norm() / expected.norm()) < tolerance
     assert torch.equal(inputs[3].places, cache.places) and torch.equal(inputs[3].value.isnan(), cache.value.isnan())
     written = inputs[3].key.nan_to_num().double(), cache.key.nan_to_num().double()
