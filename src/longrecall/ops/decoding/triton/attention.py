@@ -148,7 +148,6 @@ def _attend_kernel(
     split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     h, d, n = tl.arange(0, BH), tl.arange(0, BD), tl.arange(0, BN)
     own, channel = h < H // G, d < D
-    kind = key.dtype.element_ty
     at = tl.load(position + b)
     column = tl.load(position) + tl.load(offset)
     used = tl.minimum(column + 1, room).to(tl.int32)
@@ -160,11 +159,11 @@ def _attend_kernel(
     query = _turned(
         q, row + d[None, :], row + partner[None, :], inside, q_weight, d[None, :], partner[None, :], eps,
         cosine[None, :], sine[None, :], D, 1, NORM, OFFSET,
-    ).to(kind)  # fmt: skip
+    ).to(key.dtype.element_ty)  # fmt: skip
     row_of_key = b * k_row + g * D
     new_key = _turned(
         k, row_of_key + d, row_of_key + partner, channel, k_weight, d, partner, eps, cosine, sine, D, 0, NORM, OFFSET
-    ).to(kind)
+    ).to(key.dtype.element_ty)
     new_value = tl.load(v + b * v_row + g * D + d, mask=channel, other=0.0)
     first = split * tl.cdiv(tl.cdiv(used, SPLITS), BN) * BN
     last = tl.minimum(used, first + tl.cdiv(tl.cdiv(used, SPLITS), BN) * BN)
