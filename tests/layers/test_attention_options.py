@@ -16,7 +16,7 @@ from longrecall.layers.descriptions.base import MixerConfig
 from longrecall.layers.mixers.attention import Attention, why_no_kernels
 from longrecall.layers.mixers.mla import MLA
 from longrecall.layers.mixers.registry import mixer_config
-from longrecall.layers.stepping.step import Progress, StepSettings
+from longrecall.layers.stepping.step import Progress, StepSettings, step_of
 from longrecall.layers.stepping.stream import Stream
 
 D, LENGTH, ROWS, PADDED = 12, 17, 2, 4
@@ -135,16 +135,15 @@ def decode(layer: Any, x: Tensor, state: dict[str, Tensor], position: Tensor, fu
     """Tokens ``[B, T, d]`` one by one through the layer's decoding step, from a state on."""
     embeddings = nn.Embedding(1, D, dtype=x.dtype)
     stepping = StepSettings(len(x), LENGTH + 3, fused, x.dtype, torch.float32, embeddings)
-    step = layer.config.decoding_step(layer, stepping)
+    step = step_of(layer.config, layer, stepping)
     buffers = step.allocate()
     step.clear(buffers)
     step.load(buffers, state, position)
     shapes, outputs, position = {n: t.shape for n, t in buffers.items()}, [], position.clone()
     for token in x.unbind(1):
-        stream = Stream(torch.zeros_like(token), x.dtype)
-        stream.normed = lambda norm, token=token: token  # type: ignore[method-assign]
+        stream = Stream(token.clone(), x.dtype)
         step(stream, None, buffers, position)
-        outputs.append(stream.x)
+        outputs.append(stream.x - token)
         position += 1
     assert {n: t.shape for n, t in buffers.items()} == shapes
     after = step.export(buffers, Progress(x.shape[1], 0, position))
