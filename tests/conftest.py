@@ -58,6 +58,11 @@ MIXERS: dict[str, dict[str, Any]] = {
     "attention": {"type": "attention", "num_heads": 4, "kv_heads": 2, "head_dim": 8},
     "attention_meta": {"type": "attention", "num_heads": 4, "head_dim": 8, "window": 7, "meta_tokens": 3},
     "attention_window": {"type": "attention", "num_heads": 4, "head_dim": 8, "window": 9},
+    "attention_options": {"type": "attention", "num_heads": 4, "kv_heads": 2, "head_dim": 8, "rotary_share": 0.5}
+    | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "qk_norm": "head", "qk_norm_offset": 1.0}
+    | {"qk_norm_eps": 1e-5, "output_gate": True, "scale": 0.4, "key_multiplier": 0.9, "soft_cap": 4.0}
+    | {"out_bias": True, "value_dim": 6},
+    "mla": {"type": "mla", "num_heads": 3, "kv_rank": 12, "nope_dim": 6, "rope_dim": 4, "value_dim": 5, "q_rank": 10},
 }
 MIXERS["handover"] = {"type": "handover", "old": MIXERS["gla"], "new": MIXERS["mamba2"]}
 MIXERS["hymba"] = {"type": "hymba", "attention": MIXERS["attention_meta"], "ssm": MIXERS["mamba2"]}
@@ -75,7 +80,7 @@ MIXERS["retrieval"] = {"type": "retrieval", "base": MIXERS["gla_conv"], "chunk":
     "kv_heads": 3,
     "blend": "input",
 }
-GROWING = ("attention", "base_conv_implicit", "hyena", "hymba", "parallel", "retrieval")
+GROWING = ("attention", "mla", "base_conv_implicit", "hyena", "hymba", "parallel", "retrieval")
 RECURRENT = {name: mixer for name, mixer in MIXERS.items() if not name.startswith(GROWING)}
 """Those whose whole state has a fixed size."""
 

@@ -19,10 +19,17 @@ from tests.inference.test_decoding import assert_exports
 FULL = {"type": "attention", "num_heads": 4, "kv_heads": 2, "head_dim": 8, "qkv_bias": True}
 WINDOW = {"type": "attention", "num_heads": 2, "head_dim": 6, "window": 5, "rope_theta": 100.0}
 META = WINDOW | {"meta_tokens": 3}
+GATED = FULL | {"rotary_share": 0.5, "qk_norm": "head", "qk_norm_offset": 1.0, "output_gate": True}
+WHOLE = WINDOW | {"rotary_share": 0.0, "qk_norm": "full", "output_gate": True, "out_bias": True, "soft_cap": 1.5}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+STRETCHED = META | {"rope_scaling": YARN, "scale": 0.6, "key_multiplier": 1.2, "soft_cap": 2.0}
+LATENT = {"type": "mla", "num_heads": 3, "kv_rank": 12, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
 LAYERS: dict[str, list[dict[str, Any]]] = {
     "full": [FULL, MIXERS["gla"]],
     "window": [WINDOW, FULL],
     "meta": [META, FULL | {"meta_tokens": 2}],
+    "options": [GATED, WHOLE, STRETCHED],
+    "latent": [LATENT, LATENT | {"rotary": False, "q_rank": 10, "bias": True}],
     "hymba": [{"type": "hymba", "attention": META, "ssm": MIXERS["mamba2"], "third": FULL}, WINDOW],
     "parallel": [MIXERS["parallel"] | {"attention": META}, MIXERS["parallel"] | {"ssm": FULL, "attention": WINDOW}],
     "retrieval": [MIXERS["retrieval"] | {"base": FULL}, MIXERS["retrieval"] | {"base": WINDOW}],
@@ -59,6 +66,9 @@ def prompts(rows: int, length: int, padded: str) -> tuple[torch.Tensor, torch.Te
         ("hymba", 1, 9, "none", 3, True),
         ("parallel", 1, 9, "none", 3, True),
         ("parallel", 5, 4, "right", 2, True),
+        ("options", 2, 9, "left", 5, True),
+        ("options", 5, 4, "right", 3, True),
+        ("latent", 2, 9, "left", 3, True),
         ("retrieval", 1, 9, "none", 6, True),
     ],
 )

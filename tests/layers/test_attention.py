@@ -5,20 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longrecall.layers.mixers import attention
-from longrecall.layers.mixers.attention import AttentionConfig, attend_causally
+from longrecall.layers import softmax_attention
+from longrecall.layers.mixers.attention import AttentionConfig
+from longrecall.layers.softmax_attention import Scoring, attend, attend_causally
 
 CONFIG = AttentionConfig(num_heads=4, head_dim=16, kv_heads=2)
 
 
 @pytest.mark.parametrize("length", [1, 7, 40])
 def test_in_one_piece_as_in_blocks(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(softmax_attention, "QUERY_BLOCK", 16)
     generator = torch.Generator().manual_seed(length)
     q = torch.randn(2, length, 4, 16, generator=generator, dtype=torch.float64)
     k, v = (torch.randn(2, length, 2, 16, generator=generator, dtype=torch.float64) for _ in range(2))
     positions = torch.arange(length).expand(2, -1)
-    expected = CONFIG.build(32).attend(q, k, v, positions, positions)
+    expected = attend(q, k, v, positions, positions, Scoring(0.25))
     torch.testing.assert_close(attend_causally(q, k, v), expected, rtol=1e-12, atol=1e-12)
 
 

@@ -139,7 +139,9 @@ def test_the_state_of_every_mixer(name: str) -> None:
     with torch.no_grad():
         (layer,) = RecurrentLM(config)(torch.arange(5)[None]).past_key_values.layers
     held = sum(tensor.numel() for key, tensor in layer.items() if key.endswith("recurrent"))
-    assert account(config).state_size == held and (held > 0) != name.startswith(("attention", "base_conv", "hyena"))
+    assert account(config).state_size == held and (held > 0) != name.startswith(
+        ("attention", "mla", "base_conv", "hyena")
+    )
 
 
 def test_state_of_mamba2_1b3_in_tokens_of_a_transformer() -> None:

@@ -14,7 +14,7 @@ from longrecall.diagnostics.divergence import DivergenceWatch
 from longrecall.diagnostics.streaming import Segment, forward, rows_at_once, segment_ends, segment_size
 from longrecall.errors import UserError
 from longrecall.evaluation.statistics import bootstrap_mean_interval
-from longrecall.layers.mixers.attention import PADDING_POSITION
+from longrecall.layers.stepping.cache import PADDING_POSITION
 from longrecall.layers.tokens import NO_TOKEN
 from longrecall.models.state import RecurrentState
 

@@ -53,7 +53,7 @@ MOST: Mapping[str, int] = {
         "decay_rank rate_rank gate_rank encoder_dim input_dim channels filter_width "
         "filter_bands expand value_rank latent_size shared_size moe_intermediate_size "
         "moe_latent_size moe_shared_expert_intermediate_size shared_expert_intermediate_size "
-        "shared_intermediate_size",
+        "shared_intermediate_size kv_rank q_rank nope_dim rope_dim input_size",
         HEADS: "num_heads value_heads num_v_heads kv_heads num_kv_heads groups n_groups ngroups top_k "
         "active num_experts num_local_experts n_routed_experts n_shared_experts "
         "num_experts_per_tok num_experts_per_token active_groups n_group topk_group",

@@ -17,8 +17,8 @@ from longrecall.models.limits import check_count
 LARGEST = 1e18
 """No other number is larger in size: beyond it whole numbers do not fit what torch takes."""
 
-_POSITIVE = ("norm_eps", "rope_theta", "gate_divisor")
-"""Fields that a layer divides by or takes a root of."""
+_POSITIVE = ("norm_eps", "rope_theta", "gate_divisor", "qk_norm_eps", "scale", "key_multiplier", "soft_cap")
+"""Fields that a layer divides by or takes a root of, and factors of scores."""
 
 
 def check_whole(name: str, value: object, least: int = 1) -> None:

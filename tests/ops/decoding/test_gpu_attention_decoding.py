@@ -26,3 +26,26 @@ def test_it_is_the_formula(
     heads: tuple[int, int], width: int, room: int, read: int, window: int | None, meta: int, dtype: torch.dtype
 ) -> None:
     check(inputs_of(heads, width, room, read, meta, dtype, "cuda"), window, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(
+    ("heads", "width", "room", "read", "window", "options"),
+    [
+        # Qwen3.5-0.8B; Olmo's without positions; a soft cap at a long context.
+        ((8, 2), 256, 4096, 3000, None, {"gated", "normed", "offset", "half"}),
+        ((30, 30), 128, 4096, 4000, None, {"still"}),
+        ((16, 4), 128, 40960, 33000, None, {"capped", "scaled", "normed", "gated"}),
+        ((8, 8), 64, 40, 30, 20, {"gated", "half", "capped"}),
+    ],
+)
+def test_its_options(
+    heads: tuple[int, int],
+    width: int,
+    room: int,
+    read: int,
+    window: int | None,
+    options: set[str],
+    dtype: torch.dtype,
+) -> None:
+    check(inputs_of(heads, width, room, read, 0, dtype, "cuda"), window, TOLERANCE[dtype], options)

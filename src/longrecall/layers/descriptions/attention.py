@@ -1,22 +1,29 @@
-"""Softmax attention with rotary embeddings and an optional sliding window: its sizes."""
+"""Softmax attention with its options (rotation, norms, gate, window, soft cap): its sizes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
-from longrecall.errors import UserError
+from longrecall.errors import UserError, did_you_mean
 from longrecall.layers.descriptions.base import MixerConfig, StateShapes, TensorShapes, linear
+from longrecall.layers.descriptions.rotary import RopeScaling, Rotation, rotation
+
+HEAD, FULL = "head", "full"
+QK_NORMS = (HEAD, FULL)
 
 
 @dataclass(frozen=True)
 class AttentionConfig(MixerConfig):
-    """Sizes of a softmax-attention layer."""
+    """Sizes and options of a softmax-attention layer. Every option is off by default."""
 
     type: ClassVar[str] = "attention"
     layer_class: ClassVar[str] = "longrecall.layers.mixers.attention:Attention"
 
-    optional_fields: ClassVar[tuple[str, ...]] = ("meta_tokens",)
+    optional_fields: ClassVar[tuple[str, ...]] = (
+        *("meta_tokens", "rotary_share", "rope_scaling", "qk_norm", "qk_norm_offset", "qk_norm_eps", "output_gate"),
+        *("scale", "key_multiplier", "soft_cap", "out_bias", "value_dim", "input_size"),
+    )
 
     num_heads: int
     head_dim: int
@@ -28,35 +35,111 @@ class AttentionConfig(MixerConfig):
     qkv_bias: bool = False
     meta_tokens: int = 0
     """Learned keys and values M that every token sees, whatever the window; 0 = none."""
+    rotary_share: float = 1.0
+    """Share of a head's channels that is turned by the position, the first ones; 0 = no positions at all."""
+    rope_scaling: RopeScaling | None = None
+    """How the angles are stretched to a longer context; None = they are not."""
+    qk_norm: str | None = None
+    """RMS norm of queries and keys before they are turned: "head" = of every head, with one weight for all of them;
+    "full" = over the channels of all heads together; None = none."""
+    qk_norm_offset: float = 0.0
+    """1 where the norms' scale is 1 + weight."""
+    qk_norm_eps: float = 1e-6
+    output_gate: bool = False
+    """Multiply what a head reads by the sigmoid of a gate. In the rows of `q_proj` a head's gate follows its query."""
+    scale: float | None = None
+    """What the products of queries and keys are multiplied by; None = head_dim ** -0.5."""
+    key_multiplier: float = 1.0
+    """Another factor of the scores. Where a model multiplies its keys, this is that number: the cache has them as
+    projected."""
+    soft_cap: float | None = None
+    """Scores s become soft_cap * tanh(s / soft_cap); None = they stay."""
+    out_bias: bool = False
+    value_dim: int | None = None
+    """Channels of a value head; None = head_dim."""
+    input_size: int | None = None
+    """Width of what the layer reads; None = the model's width, which is what it returns."""
 
     def __post_init__(self) -> None:
         self._require_positive("num_heads", "head_dim")
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.num_heads)
-        self._require_positive("kv_heads", *(["window"] if self.window is not None else []))
+        given = [name for name in ("window", "value_dim", "input_size") if getattr(self, name) is not None]
+        self._require_positive("kv_heads", *given)
         self._require_multiple("num_heads", "kv_heads")
         if not isinstance(self.meta_tokens, int) or isinstance(self.meta_tokens, bool) or self.meta_tokens < 0:
             raise UserError(f'mixer "{self.type}": meta_tokens must be a whole number >= 0, got {self.meta_tokens!r}')
+        if self.qk_norm is not None and self.qk_norm not in QK_NORMS:
+            hint = did_you_mean(str(self.qk_norm), QK_NORMS)
+            raise UserError(f'mixer "{self.type}": qk_norm "{self.qk_norm}" is none of {", ".join(QK_NORMS)}.{hint}')
+        if self.qk_norm_offset not in (0, 1):
+            raise UserError(f'mixer "{self.type}": qk_norm_offset must be 0 or 1, got {self.qk_norm_offset!r}')
+        if not 0 <= self.rotary_share <= 1:
+            raise UserError(f'mixer "{self.type}": rotary_share must be from 0 to 1, got {self.rotary_share!r}')
+        try:
+            _ = self.rotation
+        except UserError as error:
+            raise UserError(f'mixer "{self.type}": {error}') from None
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """Which channels of a head are turned, and how far; None = none are."""
+        return rotation(self.head_dim, self.rotary_share, self.rope_theta, self.rope_scaling)
+
+    @property
+    def value_width(self) -> int:
+        """Channels of a value head."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def score_scale(self) -> float:
+        """What the products of queries and cached keys are multiplied by."""
+        return (self.head_dim**-0.5 if self.scale is None else self.scale) * self.key_multiplier
+
+    @classmethod
+    def from_dict(cls, description: dict[str, Any]) -> Self:
+        return super().from_dict(with_rope_scaling(cls.type, description))
+
+    def to_dict(self) -> dict[str, Any]:
+        return without_rope_scaling_object(super().to_dict())
 
     def state_shapes(self) -> StateShapes:
-        shape = (0, int(self.kv_heads or 0), self.head_dim)
-        return {"key": shape, "value": shape, "position": (0,)}
+        heads = int(self.kv_heads or 0)
+        return {"key": (0, heads, self.head_dim), "value": (0, heads, self.value_width), "position": (0,)}
 
     def tensor_shapes(self, hidden_size: int) -> TensorShapes:
-        queries, keys, bias = self.num_heads * self.head_dim, int(self.kv_heads or 0) * self.head_dim, self.qkv_bias
-        meta = (self.meta_tokens, int(self.kv_heads or 0), self.head_dim)
-        return {
-            **({"meta_key": meta, "meta_value": meta} if self.meta_tokens else {}),
-            **linear("q_proj", queries, hidden_size, bias=bias),
-            **linear("k_proj", keys, hidden_size, bias=bias),
-            **linear("v_proj", keys, hidden_size, bias=bias),
-            **linear("o_proj", hidden_size, queries),
-        }
+        heads, width, bias = int(self.kv_heads or 0), self.input_size or hidden_size, self.qkv_bias
+        queries, keys, values = self.num_heads * self.head_dim, heads * self.head_dim, heads * self.value_width
+        read = self.num_heads * self.value_width
+        shapes: TensorShapes = {}
+        if self.meta_tokens:
+            shapes["meta_key"] = (self.meta_tokens, heads, self.head_dim)
+            shapes["meta_value"] = (self.meta_tokens, heads, self.value_width)
+        shapes |= linear("q_proj", queries + (read if self.output_gate else 0), width, bias=bias)
+        shapes |= linear("k_proj", keys, width, bias=bias)
+        shapes |= linear("v_proj", values, width, bias=bias)
+        shapes |= linear("o_proj", hidden_size, read, bias=self.out_bias)
+        if self.qk_norm:
+            own = (self.head_dim,) * 2 if self.qk_norm == HEAD else (queries, keys)
+            shapes |= {"q_norm.weight": (own[0],), "k_norm.weight": (own[1],)}
+        return shapes
 
     def why_no_room(self) -> str | None:
         return None
 
-    def columns_for(self, room: int) -> int:
-        """Columns of the cache of a step with room for so many tokens."""
-        # Twice a window: the columns that a state brings, at most one less than it, and as many again.
-        return room if self.window is None else min(room, 2 * self.window)
+
+def with_rope_scaling(kind: str, description: dict[str, Any]) -> dict[str, Any]:
+    """The description of a mixer with its `rope_scaling`, plain data, read; UserError on a value that cannot be."""
+    given = description.get("rope_scaling")
+    if given is None or isinstance(given, RopeScaling):
+        return description
+    try:
+        return {**description, "rope_scaling": RopeScaling.from_dict(given)}
+    except UserError as error:
+        raise UserError(f'mixer "{kind}": {error}') from None
+
+
+def without_rope_scaling_object(data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a mixer with `rope_scaling` as plain data."""
+    scaling = data.get("rope_scaling")
+    return {**data, "rope_scaling": scaling.to_dict()} if isinstance(scaling, RopeScaling) else data

@@ -19,6 +19,7 @@ from longrecall.layers.descriptions.hymba import HymbaConfig
 from longrecall.layers.descriptions.kda import KDAConfig
 from longrecall.layers.descriptions.mamba import MambaConfig
 from longrecall.layers.descriptions.mamba2 import Mamba2Config
+from longrecall.layers.descriptions.mla import MLAConfig
 from longrecall.layers.descriptions.mlp import MLPConfig
 from longrecall.layers.descriptions.moe import MoEConfig
 from longrecall.layers.descriptions.mom import MoMConfig
@@ -60,6 +61,7 @@ MIXERS: dict[str, type[MixerConfig]] = {
         H3Config,
         HyenaConfig,
         AttentionConfig,
+        MLAConfig,
         HymbaConfig,
         ParallelConfig,
         HandoverConfig,

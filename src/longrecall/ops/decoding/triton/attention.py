@@ -40,41 +40,106 @@ class Cache(NamedTuple):
     """int64 ``[1]``: the column of row 0's token at position p is p + offset, and that of all rows' newest."""
 
 
-@triton.jit
-def _rotation(frequency, at, d, D: tl.constexpr):
-    """Cosine and signed sine ``[BD]`` of the rotation at position `at`, the half that each channel turns with."""
-    HALF: tl.constexpr = D // 2
-    angle = at.to(tl.float64) * tl.load(frequency + d % HALF, mask=d < D, other=0.0)
-    # Turns are taken off in float64; what is left is small enough for float32.
-    turn: tl.constexpr = 6.283185307179586
-    angle = (angle - tl.floor(angle / turn) * turn).to(tl.float32)
-    return tl.cos(angle), tl.where(d < HALF, -tl.sin(angle), tl.sin(angle))
+class QueryKeyNorm(NamedTuple):
+    """RMS norms of every query and key head, before they are turned."""
+
+    query: Tensor
+    """``[P]``."""
+    key: Tensor
+    """``[P]``."""
+    eps: float
+    offset: bool
+    """Whether the scale is 1 + weight."""
 
 
 @triton.jit
-def _turned(x, place, partner, inside, cosine, sine):
-    """The numbers at `place`, rotated with those at `partner`, in float32."""
+def _rotation(frequency, magnitude, at, d, ROTATED: tl.constexpr):
+    """Cosine, signed sine and the channel to turn with, ``[BD]`` each; channels from ROTATED on stay as they are."""
+    partner = tl.where(d < ROTATED // 2, d + ROTATED // 2, tl.where(d < ROTATED, d - ROTATED // 2, d))
+    cosine, sine = tl.full(d.shape, 1.0, tl.float32), tl.zeros(d.shape, tl.float32)
+    if ROTATED:
+        HALF: tl.constexpr = ROTATED // 2
+        angle = at.to(tl.float64) * tl.load(frequency + d % HALF, mask=d < ROTATED, other=0.0)
+        # Turns are taken off in float64; what is left is small enough for float32.
+        turn: tl.constexpr = 6.283185307179586
+        angle = (angle - tl.floor(angle / turn) * turn).to(tl.float32)
+        cosine = tl.where(d < ROTATED, tl.cos(angle) * magnitude, 1.0)
+        sine = tl.where(d < HALF, -tl.sin(angle), tl.where(d < ROTATED, tl.sin(angle), 0.0)) * magnitude
+    return cosine, sine, partner
+
+
+@triton.jit
+def _turned(
+    x, place, partner, inside, weight, d, with_d, eps, cosine, sine,
+    D: tl.constexpr, AXIS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """The numbers at `place`, channels `d` along AXIS, normed and turned with those at `partner`, in float32."""
     own = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    return own * cosine + tl.load(x + partner, mask=inside, other=0.0).to(tl.float32) * sine
+    other = tl.load(x + partner, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        least = 1.0 / tl.sqrt(tl.sum(own * own, AXIS, keep_dims=True) / D + eps)
+        scale = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+        with_scale = tl.load(weight + with_d, mask=d < D, other=0.0).to(tl.float32)
+        if OFFSET:
+            scale += 1.0
+            with_scale += 1.0
+        own, other = own * least * scale, other * least * with_scale
+    return own * cosine + other * sine
+
+
+@triton.jit
+def _capped(logits, cap, CAPPED: tl.constexpr):
+    """cap * tanh(logits / cap)."""
+    if CAPPED:
+        logits = cap * (2.0 / (1.0 + tl.exp(logits * (-2.0 / cap))) - 1.0)
+    return logits
+
+
+@triton.jit
+def _opening(gate, inside):
+    """How far a gate is open, in float32."""
+    return tl.sigmoid(tl.load(gate, mask=inside, other=0.0).to(tl.float32))
 
 
 @triton.jit
 def _absorbed(
-    query, key, value, visible, scale, largest, total, mixed,
-    DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    query, key, value, visible, scale, cap, largest, total, mixed,
+    CAPPED: tl.constexpr, DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The running softmax after more keys and values ``[BN, BD]``, of which some are visible."""
     logits = tl.zeros([query.shape[0], key.shape[0]], tl.float32)
-    logits = product(query, tl.trans(key), logits, DOT, UPCAST, PRECISION) * scale
+    logits = _capped(product(query, tl.trans(key), logits, DOT, UPCAST, PRECISION) * scale, cap, CAPPED)
     logits = tl.where(visible[None, :], logits, float("-inf"))
     return softmax_step(logits, value, largest, total, mixed, DOT, UPCAST, PRECISION)
 
 
+@triton.jit
+def _with_meta(
+    query, meta_key, meta_value, g, scale, cap, largest, total, mixed,
+    G: tl.constexpr, D: tl.constexpr, META: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    CAPPED: tl.constexpr, DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The running softmax after the META keys and values of key head `g` that every token sees."""
+    d, n = tl.arange(0, BD), tl.arange(0, BN)
+    for start in range(0, META, BN):
+        there = start + n < META
+        place = ((start + n)[:, None] * G + g) * D + d[None, :]
+        some = there[:, None] & (d < D)[None, :]
+        keys = tl.load(meta_key + place, mask=some, other=0.0)
+        values = tl.load(meta_value + place, mask=some, other=0.0)
+        largest, total, mixed = _absorbed(
+            query, keys, values, there, scale, cap, largest, total, mixed, CAPPED, DOT, UPCAST, PRECISION
+        )
+    return largest, total, mixed
+
+
 @kernel
 def _attend_kernel(
-    q, k, v, q_row, k_row, v_row, key, value, places, offset, position, frequency, meta_key, meta_value,
-    out, sums, scale, room, window,
+    q, k, v, gate, q_row, q_head, k_row, v_row, gate_row, gate_head, q_weight, k_weight, eps,
+    key, value, places, offset, position, frequency, magnitude, meta_key, meta_value,
+    out, sums, scale, cap, room, window,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, META: tl.constexpr, SPLITS: tl.constexpr,
+    ROTATED: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr, CAPPED: tl.constexpr,
     BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
@@ -83,38 +148,37 @@ def _attend_kernel(
     split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     h, d, n = tl.arange(0, BH), tl.arange(0, BD), tl.arange(0, BN)
     own, channel = h < H // G, d < D
-    kind = key.dtype.element_ty
     at = tl.load(position + b)
     column = tl.load(position) + tl.load(offset)
     used = tl.minimum(column + 1, room).to(tl.int32)
     newest = (column % room).to(tl.int32)
-    cosine, sine = _rotation(frequency, at, d, D)
-    partner = tl.where(d < D // 2, d + D // 2, d - D // 2)
+    cosine, sine, partner = _rotation(frequency, magnitude, at, d, ROTATED)
     head = g * (H // G) + h
     inside = own[:, None] & channel[None, :]
-    row = b * q_row + head[:, None] * D
-    query = _turned(q, row + d[None, :], row + partner[None, :], inside, cosine[None, :], sine[None, :]).to(kind)
-    new_key = _turned(k, b * k_row + g * D + d, b * k_row + g * D + partner, channel, cosine, sine).to(kind)
+    row = b * q_row + head[:, None] * q_head
+    query = _turned(
+        q, row + d[None, :], row + partner[None, :], inside, q_weight, d[None, :], partner[None, :], eps,
+        cosine[None, :], sine[None, :], D, 1, NORM, OFFSET,
+    ).to(key.dtype.element_ty)  # fmt: skip
+    row_of_key = b * k_row + g * D
+    new_key = _turned(
+        k, row_of_key + d, row_of_key + partner, channel, k_weight, d, partner, eps, cosine, sine, D, 0, NORM, OFFSET
+    ).to(key.dtype.element_ty)
     new_value = tl.load(v + b * v_row + g * D + d, mask=channel, other=0.0)
     first = split * tl.cdiv(tl.cdiv(used, SPLITS), BN) * BN
     last = tl.minimum(used, first + tl.cdiv(tl.cdiv(used, SPLITS), BN) * BN)
     # The newest token's column is not read: one part begins with what is written there.
     writes = (newest >= first) & (newest < last)
-    logit = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
+    logit = _capped(tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale, cap, CAPPED)
     largest = tl.where(writes, logit, float("-inf"))
     total = tl.where(writes, 1.0, 0.0) + tl.zeros([BH], tl.float32)
     mixed = tl.where(writes, new_value.to(tl.float32)[None, :], 0.0) + tl.zeros([BH, BD], tl.float32)
     if META:  # noqa: SIM102 (without meta tokens nothing of this is compiled)
         if split == SPLITS - 1:
-            for start in range(0, META, BN):
-                there = start + n < META
-                place = ((start + n)[:, None] * G + g) * D + d[None, :]
-                some = there[:, None] & channel[None, :]
-                keys = tl.load(meta_key + place, mask=some, other=0.0)
-                values = tl.load(meta_value + place, mask=some, other=0.0)
-                largest, total, mixed = _absorbed(
-                    query, keys, values, there, scale, largest, total, mixed, DOT, UPCAST, PRECISION
-                )
+            largest, total, mixed = _with_meta(
+                query, meta_key, meta_value, g, scale, cap, largest, total, mixed,
+                G, D, META, BN, BD, CAPPED, DOT, UPCAST, PRECISION,
+            )  # fmt: skip
     for start in tl.range(first, last, BN, num_stages=STAGES):
         where = start + n
         old = (where < last) & (where != newest)
@@ -125,7 +189,7 @@ def _attend_kernel(
         values = tl.load(value + place, mask=some, other=0.0)
         visible = (seen >= 0) & (seen <= at) & (seen > at - window)
         largest, total, mixed = _absorbed(
-            query, keys, values, visible, scale, largest, total, mixed, DOT, UPCAST, PRECISION
+            query, keys, values, visible, scale, cap, largest, total, mixed, CAPPED, DOT, UPCAST, PRECISION
         )
     if writes:
         place = ((b * room + newest) * G + g) * D + d
@@ -135,6 +199,8 @@ def _attend_kernel(
             tl.store(places + b * room + newest, at)
     part = (b * H + head) * SPLITS + split
     mixed /= tl.where(total == 0, 1.0, total)[:, None]
+    if GATED and SPLITS == 1:
+        mixed *= _opening(gate + b * gate_row + head[:, None] * gate_head + d[None, :], inside)
     tl.store(out + part[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=inside)
     if SPLITS > 1:
         tl.store(sums + part, largest + tl.log(total), mask=own)
@@ -142,7 +208,8 @@ def _attend_kernel(
 
 @kernel
 def _merge_kernel(
-    parts, sums, out, SPLITS: tl.constexpr, BS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    parts, sums, gate, gate_row, gate_head, out,
+    H: tl.constexpr, SPLITS: tl.constexpr, BS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, GATED: tl.constexpr,
     EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     """One head of one row: the mean of its parts ``[SPLITS, D]``, weighed by the softmax of their sums' logarithms."""
@@ -154,6 +221,8 @@ def _merge_kernel(
     place = parts + (row * SPLITS + split)[:, None] * D + d[None, :]
     part = tl.load(place, mask=(split < SPLITS)[:, None] & (d < D)[None, :], other=0.0)
     mixed = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    if GATED:
+        mixed *= _opening(gate + row // H * gate_row + row % H * gate_head + d, d < D)
     tl.store(out + row * D + d, mixed.to(out.dtype.element_ty), mask=d < D)
 
 
@@ -184,27 +253,50 @@ def attend(
     v: Tensor,
     cache: Cache,
     position: Tensor,
-    frequency: Tensor,
-    window: int | None,
-    meta: tuple[Tensor, Tensor] | None,
+    *,
+    frequency: Tensor | None = None,
+    magnitude: float = 1.0,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    meta: tuple[Tensor, Tensor] | None = None,
+    norms: QueryKeyNorm | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """Append one token per row to the cache, in place, and attend from it: ``[B, H * P]``.
 
-    q ``[B, H * P]``, k, v ``[B, G * P]``, none of them rotated; `position` int64 ``[B]``. `frequency` float64
-    ``[P / 2]``: radians a token. `window`: tokens that a token sees, itself included; None = all. `meta`: keys and
-    values ``[M, G, P]``, rotated, that every token sees besides.
+    Args:
+        q: ``[B, H, P]``, neither normed nor turned; its last dimension is contiguous, as that of k and v.
+        k: ``[B, G * P]``, as q.
+        v: ``[B, G * P]``.
+        cache: in which column the token goes.
+        position: int64 ``[B]``.
+        frequency: float64 ``[R / 2]``: radians a token of each pair among the first R channels; None = none is turned.
+        magnitude: what turned channels are multiplied by.
+        scale: of the scores; None = P ** -0.5.
+        window: tokens that a token sees, itself included; None = all.
+        soft_cap: scores s become soft_cap * tanh(s / soft_cap); None = they stay.
+        meta: keys (turned) and values ``[M, G, P]`` that every token sees besides.
+        norms: of queries and keys; None = they have none.
+        gate: ``[B, H, P]``: its sigmoid multiplies the result; None = nothing does.
     """
     rows, room, groups, width = cache.key.shape
-    heads, dtype = q.shape[1] // width, cache.key.dtype
+    heads, dtype = q.shape[1], cache.key.dtype
     plan = _plan(rows * groups, room, width, dtype, processors(q))
     splits = plan.splits
     out = q.new_empty((rows, heads * width))
     parts = out if splits == 1 else q.new_empty((rows, heads, splits, width), dtype=torch.float32)
     sums = q.new_empty((rows, heads, splits) if splits > 1 else 1, dtype=torch.float32)
+    opened = q if gate is None else gate
+    own = QueryKeyNorm(q, k, 0.0, False) if norms is None else norms
     _attend_kernel[(splits, groups, rows)](
-        q, k, v, q.stride(0), k.stride(0), v.stride(0), *cache, position, frequency,
-        *(meta or (cache.key, cache.value)), parts, sums, width**-0.5, room, 1 << 30 if window is None else window,
+        q, k, v, opened, q.stride(0), q.stride(1), k.stride(0), v.stride(0), opened.stride(0), opened.stride(1),
+        own.query, own.key, own.eps, *cache, position, position if frequency is None else frequency, magnitude,
+        *(meta or (cache.key, cache.value)), parts, sums, width**-0.5 if scale is None else scale,
+        1.0 if soft_cap is None else float(soft_cap), room, 1 << 30 if window is None else window,
         H=heads, G=groups, D=width, META=0 if meta is None else meta[0].shape[0], SPLITS=splits,
+        ROTATED=0 if frequency is None else 2 * frequency.shape[0], NORM=norms is not None, OFFSET=own.offset,
+        GATED=gate is not None, CAPPED=soft_cap is not None,
         BH=block(heads // groups, MOST_HEADS), BN=plan.keys, BD=plan.columns, STAGES=plan.stages,
         num_warps=plan.warps, **arithmetic(dtype).constants(),
     )  # fmt: skip
@@ -212,6 +304,7 @@ def attend(
         BS = triton.next_power_of_2(splits)
         BD = max(16, min(triton.next_power_of_2(width), 4096 // BS))
         _merge_kernel[(rows * heads, triton.cdiv(width, BD))](
-            parts, sums, out, SPLITS=splits, BS=BS, D=width, BD=BD, num_warps=4
-        )
+            parts, sums, opened, opened.stride(0), opened.stride(1), out,
+            H=heads, SPLITS=splits, BS=BS, D=width, BD=BD, GATED=gate is not None, num_warps=4,
+        )  # fmt: skip
     return out
