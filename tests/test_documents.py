@@ -14,11 +14,11 @@ import pytest
 from longrecall.cli.main import VERBS, build_parser, main
 from longrecall.cli.task_options import parse_task_options
 from longrecall.evaluation.results import read_result
-from longrecall.evaluation.suites import SUITES
 from longrecall.models.formats import FORMATS
 from longrecall.surgery.layer_selection import select_layers
 from longrecall.sweep.recipe import SweepRecipe
 from longrecall.tasks.registry import task_names
+from longrecall.tasks.suites import SUITES
 from longrecall.training.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]

@@ -23,6 +23,12 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of tasks is written into the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 def looks_up(text: str) -> str:
     """Reads the phone book, but knows only names up to m."""
     asked = re.search(r"\?([a-z]+) (\d*)$", text)

@@ -13,8 +13,8 @@ import pytest
 from longrecall.cli.main import main
 from longrecall.errors import UserError
 from longrecall.evaluation.harness.task import definition_file
-from longrecall.evaluation.suites import SUITES, Piece, Suite, suite
 from longrecall.tasks.registry import create_task, task_class
+from longrecall.tasks.suites import SUITES, Piece, Suite, suite
 from tests.evaluation.conftest import tiny_model
 
 

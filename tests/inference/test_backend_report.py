@@ -43,7 +43,8 @@ def choices(config: RecurrentConfig, device: str = "cpu") -> dict[tuple[int, str
 def test_every_layer_answers_for_every_phase() -> None:
     """A window reads numbers back, retrieval looks up tokens, a layer inside another answers too."""
     found = choices(config_of("hymba", "retrieval", "hymba", "attention_window"))
-    assert set(found) == {(layer, phase) for layer in range(4) for phase in backend_report.PHASES}
+    phases = set(backend_report.PHASES) - {"captured decoding"}
+    assert set(found) == {(layer, phase) for layer in range(4) for phase in phases}
     assert found[0, "prefill"] == found[2, "prefill"]
     assert found[1, "training"]["selected_attention"] == "reference"
     assert found[1, "prefill"]["gated_linear_attention"] == "chunked"
@@ -62,6 +63,30 @@ def test_on_a_gpu_kernels_stand_for_the_ops_inside_them(monkeypatch: pytest.Monk
     assert found["expanded_delta_rule"] == "triton"
     assert not {"gated_delta_rule", "short_convolution"} & set(found)
     assert {"rms_norm", "delta_gates", "gated_rms_norm"} <= set(found)
+
+
+def test_kernels_for_hopper_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of them replace Triton's, inside which op, and why the others do not; those of a captured step as well."""
+    pytest.importorskip("triton")
+    from longrecall.ops.kernels import hopper
+
+    monkeypatch.delenv("LONGRECALL_BACKEND", raising=False)
+    monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
+    monkeypatch.setattr(backends.Op, "_ask", lambda *_: None)
+    monkeypatch.setattr(backends.Op, "why_unasked", lambda *_: None)
+    monkeypatch.setattr(backends.Op, "_choose", lambda op, *_: ("triton", None) if op.kernels else ("chunked", None))
+    monkeypatch.setattr(hopper, "why_not_alike", lambda _: None)
+    monkeypatch.setattr(backend_report, "why_no_graph_by_design", lambda _: None)
+    found, graph = backend_report.choices_of(config_of("gated_delta_net", "kda"), torch.device("cpu"), torch.bfloat16)
+    lines = backend_report.as_lines(found, graph)
+    inside = "expanded_delta_rule"
+    assert f"    {inside} for Hopper: inverse of a chunk" in lines
+    first = next(line for line in lines if line.startswith(f"    {inside} not for Hopper: walk forward, walk back"))
+    assert first.endswith("(states must have 128 keys and 128 values, not 16 x 16)")
+    captured = lines.index("layer 0, gated_delta_net, captured decoding")
+    assert lines[captured + 1] == "  triton: recurrent_step"
+    assert "step on many states (states must have 64, 128" in lines[captured + 2]
+    assert not any("layer 1" in line and "captured" in line for line in lines)
 
 
 def test_the_verb_shows_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +117,7 @@ def test_as_json_with_every_reason(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_a_step_on_a_gpu_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors without memory that stand for the weights here are no reason against it."""
     monkeypatch.setattr(backend_report, "_choices", lambda *_: [])
+    monkeypatch.setattr(backend_report, "_step_choices", lambda *_: [])
     monkeypatch.setattr(RecurrentLM, "device", torch.device("cuda"))
     _, reason = backend_report.choices_of(config_of("gla"), torch.device("cpu"), torch.bfloat16)
     assert reason is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 from collections.abc import Iterator
@@ -11,9 +12,13 @@ from types import ModuleType
 import pytest
 import yaml
 
+import longrecall
 from longrecall import RecurrentConfig, RecurrentLM
 from longrecall.cli.main import main
+from longrecall.evaluation.harness import include_path
 from longrecall.models.byte_tokenizer import byte_tokenizer
+from longrecall.report import overview_sections
+from longrecall.report.inputs import read_inputs
 from longrecall.tasks import registry
 
 SOURCE = '''
@@ -28,14 +33,14 @@ from typing import ClassVar
 
 import numpy as np
 
+from longrecall.tasks.charts import LineChart, MeanChart, PanelChart, RangeChart, ShareMap, TaskSection, TrainedTo
 from longrecall.tasks.declaration import (
     Capacity,
     Declaration,
     Flag,
+    HarnessForm,
     Headline,
-    LineChart,
     ReportPart,
-    TrainedTo,
     TrainingSource,
 )
 from longrecall.tasks.encoding import IGNORE, Sample, sample_generator
@@ -64,6 +69,42 @@ class BackwardsSource(TrainingSource):
         return lambda generator, length: backwards(generator, pieces, int(generator.integers(low, high + 1)), length)
 
 
+def _text(name):
+    return {"name": name, "title": name, "caption": f"caption of {name}", "reading": f"reading of {name}"}
+
+
+CHARTS = (
+    LineChart(
+        along="length",
+        title="Backwards: share right by length",
+        axis="letters of the string",
+        share="share right",
+        caption="Share of strings that are said from their end.",
+        reading="How to read it: higher is better.",
+        metrics={"accuracy": "whole strings"},
+        trained=TrainedTo("trained", "lengths", "How to read it: the mark is the end of training."),
+    ),
+    PanelChart(
+        along="length",
+        axis="letters",
+        share="right",
+        panels="repeats",
+        panel_title="{:g} times".format,
+        **_text("panels"),
+    ),
+    MeanChart(along="length", axis="letters", share="right", table="means by length", **_text("means")),
+    ShareMap(
+        along="length",
+        rows="repeats",
+        axes=("letters", "times"),
+        keys=("length", "repeats"),
+        trained=True,
+        **_text("map"),
+    ),
+    RangeChart(axis="range", quantity="amount", metric="accuracy", ends=("repeats", "length"), **_text("ranges")),
+)
+
+
 @dataclass(frozen=True)
 class Backwards:
     repeats: tuple[int, ...] = (1,)
@@ -78,22 +119,13 @@ class Backwards:
         ),
         length_unit="letters",
         source=BackwardsSource,
-        capacity=Capacity("length", apart="repeats"),
+        capacity=Capacity("length", apart="repeats", words="letters said from their end"),
+        harness=HarnessForm(7, until=("<",), metrics=("accuracy", "contains")),
         report=ReportPart(
             ("accuracy",),
             ("length", "repeats"),
             headlines=lambda cells: [Headline(f"backwards: all of {len(cells)} cells")],
-            chart=LineChart(
-                along="length",
-                heading="Backwards by length",
-                title="Backwards: share right by length",
-                axis="letters of the string",
-                share="share right",
-                caption="Share of strings that are said from their end.",
-                reading="How to read it: higher is better.",
-                metrics={"accuracy": "whole strings"},
-                trained=TrainedTo("trained", "lengths", "How to read it: the mark is the end of training."),
-            ),
+            section=TaskSection("Backwards by length", CHARTS, anchor="from-the-end"),
         ),
     )
 
@@ -164,9 +196,18 @@ def test_it_is_measured_and_reported(
         "Share of strings that are said from their end.",
         "the mark is the end of training",
         "trained to 3",
+        'id="from-the-end-heading"',
+        *(f"{part} of {name}" for part in ("caption", "reading") for name in ("panels", "means", "map", "ranges")),
+        "2 times",
+        "means by length",
     ):
         assert words_of_it in page
     assert "More measurements" not in page  # its numbers stand in its own section
+    other = json.loads((tmp_path / "result.json").read_text())
+    other["checkpoint"]["state_size"] *= 2
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    both = read_inputs([tmp_path / "result.json", tmp_path / "other.json"]).evaluations
+    assert overview_sections._reach(both).keys() == {"letters said from their end"}
     broken = json.loads((tmp_path / "result.json").read_text())
     del broken["results"][0]["cell"]["repeats"]
     (tmp_path / "result.json").write_text(json.dumps(broken))
@@ -192,6 +233,38 @@ def test_a_recipe_trains_on_it(
     capsys.readouterr()
     assert main(["train", str(tmp_path / "recipe.yaml")]) == 2
     assert 'Did you mean "backwards"' in capsys.readouterr().err
+
+
+def test_lm_evaluation_harness_knows_it(
+    backwards: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its YAML is written with the others, into a folder that stays; a broken folder is written anew."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["eval", "--harness-path"]) == 0
+    folder = Path(capsys.readouterr().out.strip())
+    assert tmp_path / "cache" in folder.parents and folder == include_path()
+    text = (folder / "longrecall_backwards.yaml").read_text()
+    assert 'until: ["<"]\n  max_gen_toks: 7\n' in text and "longrecall_task: backwards" in text
+    assert [line.split()[-1] for line in text.splitlines() if "- metric:" in line] == ["accuracy", "contains"]
+    (folder / "longrecall_backwards.yaml").write_text("task: something else")
+    assert include_path() == folder and (folder / "longrecall_backwards.yaml").read_text() == text
+    assert [place.name for place in folder.parent.iterdir()] == [folder.name]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert (include_path() / "longrecall_backwards.yaml").read_text() == text
+
+
+METRICS = {"bits_per_byte": {"position_loss.py", "comparison.py", "diagnoses.py"}}
+"""A task with the name of its metric -> files that name the metric."""
+
+
+@pytest.mark.parametrize("package", ["report", "evaluation"])
+def test_no_report_and_no_evaluation_knows_a_task_by_name(package: str) -> None:
+    names = set(registry.task_names())
+    for path in (Path(longrecall.__file__).parent / package).rglob("*.py"):
+        found = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)} & names
+        assert all(path.name in METRICS.get(name, ()) for name in found), f"{path} names {found}"
 
 
 def test_taken_names_flags_and_sources_are_refused(backwards: ModuleType) -> None:

@@ -50,13 +50,13 @@ def add_suite_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _suites() -> str:
-    from longrecall.evaluation.suites import list_suites
+    from longrecall.tasks.suites import list_suites
 
     return list_suites()
 
 
 def _path() -> str:
-    from longrecall.evaluation.harness.task import include_path
+    from longrecall.evaluation.harness.files import include_path
 
     return str(include_path())
 
@@ -69,7 +69,7 @@ def expand_suite(args: argparse.Namespace) -> Options:
     if args.suite is None:
         return {}
     from longrecall.errors import UserError
-    from longrecall.evaluation.suites import suite
+    from longrecall.tasks.suites import suite
 
     if args.tasks is not None:
         raise UserError("give --tasks or --suite, not both; a suite names its own tasks")

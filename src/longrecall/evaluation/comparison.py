@@ -15,6 +15,7 @@ from longrecall.evaluation.outcomes import Outcomes, unpack
 from longrecall.evaluation.paired import holm, paired_interval, paired_test
 from longrecall.evaluation.results import SCHEMA, now, read_result
 from longrecall.tasks.encoding import cell_key
+from longrecall.tasks.registry import declaration_of
 from longrecall.version import __version__
 
 _LESS_IS_BETTER = frozenset({"bits_per_byte", "perplexity"})
@@ -163,10 +164,10 @@ def _refuse_different(first: _File, second: _File) -> None:
                 values = [mapping.get(key) for mapping in options]
                 _refuse_unequal(first, second, f"settings.options.{task}.{key}", values)
             _refuse_unequal(first, second, f"task_definition.{task}", hashes)
-        if task == "bits_per_byte":
+        if declaration_of(task).reads_longest:
             # Its windows are as long as the longest length, so they begin at other places for another one.
             longest = [_longest(file, task) for file in pair]
-            _refuse_unequal(first, second, "settings.lengths", longest, "or leave bits_per_byte out with --tasks")
+            _refuse_unequal(first, second, "settings.lengths", longest, f"or leave {task} out with --tasks")
 
 
 def _asked_as(entry: Mapping[str, Any]) -> str:

@@ -25,9 +25,8 @@ from longrecall.evaluation.results import (
     summarise,
     summary_intervals,
 )
-from longrecall.tasks.bits_per_byte import BitsPerByte
 from longrecall.tasks.encoding import PieceEncoder
-from longrecall.tasks.registry import Task
+from longrecall.tasks.registry import PositionTask, Task
 from longrecall.version import __version__
 
 __all__ = ["create_tasks", "describe_model", "evaluate"]
@@ -176,7 +175,7 @@ def _jobs(
                 named = ", ".join(f"{key} {value}" for key, value in cell.items())
                 raise UserError(f"{task.name}: {named} is asked for twice; name each value once")
             check_fits(model, task.name, cell)
-        if isinstance(task, BitsPerByte):
+        if isinstance(task, PositionTask):
             jobs.append(PositionLoss(model, task, tokenizer, lengths, samples, seed, room))
         else:
             jobs += [CellJob(model, tokenizer, encode, task, cell, samples, seed, room) for cell in cells]

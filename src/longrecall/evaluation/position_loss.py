@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from longrecall.evaluation.outcomes import pack_scores
 from longrecall.evaluation.reading import read_predictions
 from longrecall.evaluation.statistics import Interval, bootstrap_ratio_interval
 from longrecall.evaluation.token_bytes import tokenize_with_bytes
-from longrecall.tasks.bits_per_byte import BitsPerByte
 from longrecall.tasks.encoding import cell_key
+from longrecall.tasks.registry import PositionTask
 
 
 class PositionLoss:
@@ -24,14 +24,14 @@ class PositionLoss:
     def __init__(
         self,
         model: Any,
-        task: BitsPerByte,
+        task: PositionTask,
         tokenizer: Any,
         lengths: list[int],
         samples: int,
         seed: int,
         room: Room,
     ) -> None:
-        self.cells = task.cells(lengths)
+        self.task, self.cells = task.name, task.cells(lengths)
         self.tokens = max(lengths)
         self.key = cell_key(task.name, {"length": self.tokens})
         ids, sizes = tokenize_with_bytes(tokenizer, task.text)
@@ -77,25 +77,26 @@ class PositionLoss:
         entries: list[dict[str, Any]] = []
         for place, cell in enumerate(self.cells):
             sizes = self.bytes[:, _scored(cell)]
-            entries += _entries(cell, nats[:, place], sizes.sum(axis=1), sizes.shape[1], finite[:, place], self._seed)
+            entries += _entries(self.task, cell, nats[:, place], sizes, finite[:, place], self._seed)
         return entries
 
 
-def _scored(cell: dict[str, int | float]) -> slice:
+def _scored(cell: Mapping[str, int | float]) -> slice:
     return slice(max(1, int(cell["start"])), int(cell["end"]))
 
 
 def _entries(
-    cell: dict[str, int | float],
+    task: str,
+    cell: Mapping[str, int | float],
     nats: NDArray[np.float64],
-    byte_counts: NDArray[np.int64],
-    positions: int,
+    sizes: NDArray[np.int64],
     finite: NDArray[np.bool_],
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Return the entries of one range of `positions` tokens; all arrays [windows]."""
+    """Return the entries of one range; `sizes` [windows, positions] in bytes, `nats` and `finite` [windows]."""
     diverged = int((~finite).sum())
-    windows = len(nats)
+    windows, positions = sizes.shape
+    byte_counts = sizes.sum(axis=1)
     common = {
         "count": windows * positions,
         "sequences": windows,
@@ -108,11 +109,11 @@ def _entries(
     # Of the two metrics one is enough to compare files by: perplexity is the same loss on another scale.
     outcomes = None if diverged else pack_scores(nats / math.log(2), byte_counts)
     return [
-        {"task": "bits_per_byte", "cell": dict(cell), "metric": "bits_per_byte", "value": bits, **_ends(bits_interval)}
+        {"task": task, "cell": dict(cell), "metric": "bits_per_byte", "value": bits, **_ends(bits_interval)}
         | common
         | ({} if outcomes is None else {"outcomes": outcomes}),
         {
-            "task": "bits_per_byte",
+            "task": task,
             "cell": dict(cell),
             "metric": "perplexity",
             "value": _exp(mean),

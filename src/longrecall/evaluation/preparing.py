@@ -12,7 +12,7 @@ from longrecall.evaluation.harness import PREFIX, HarnessTask
 from longrecall.evaluation.text_metrics import TextMetrics
 from longrecall.models.accounting import transformer_cache_size
 from longrecall.models.config import RecurrentConfig
-from longrecall.tasks.registry import Task, TextMetricTask, create_task, declaration_of
+from longrecall.tasks.registry import Task, TextMetricTask, create_task, declaration_of, task_names
 from longrecall.units import parse_length
 
 
@@ -48,7 +48,7 @@ def create_tasks(
             chosen.append(task)
     names = [task.name for task in chosen]
     if not names:
-        raise UserError("give at least one task, for example --tasks phonebook")
+        raise UserError(f"give at least one task, for example --tasks {task_names()[0]}")
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"task {name} is listed {names.count(name)} times; list it once")

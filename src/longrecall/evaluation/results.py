@@ -173,11 +173,10 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, float | int | None]:
         summary[name] = capacity({amount: entry["value"] for amount, entry in by_amount.items()})
     for name, entries in _averages(results).items():
         summary[name] = _mean([entry["value"] for entry in entries])
-    ranges = _ranges(results)
-    if ranges:
-        total = sum(entry["bytes"] for entry in ranges)
-        complete = None not in [entry["value"] for entry in ranges] and total > 0
-        summary["bits_per_byte"] = sum(e["value"] * e["bytes"] for e in ranges) / total if complete else None
+    for name, pooled in _pooled(results).items():
+        total = sum(entry["bytes"] for entry in pooled)
+        complete = None not in [entry["value"] for entry in pooled] and total > 0
+        summary[name] = sum(e["value"] * e["bytes"] for e in pooled) / total if complete else None
     return summary
 
 
@@ -199,12 +198,13 @@ def summary_intervals(results: list[dict[str, Any]]) -> dict[str, list[float | i
             ends_of_mean = mean_interval([(entry["value"], entry["low"], entry["high"]) for entry in entries])
             if ends_of_mean is not None:
                 intervals[name] = list(ends_of_mean)
-    ranges = [unpack(e["outcomes"], "bits_per_byte") for e in _ranges(results) if e.get("outcomes")]
-    if ranges and len(ranges) == len(_ranges(results)) and len({len(part.scores) for part in ranges}) == 1:
-        bits, sizes = (sum(column) for column in zip(*((part.scores, part.weights) for part in ranges), strict=True))
-        interval = bootstrap_ratio_interval(bits, sizes)
-        if interval is not None:
-            intervals["bits_per_byte"] = list(interval)
+    for name, pooled in _pooled(results).items():
+        parts = [unpack(e["outcomes"], name) for e in pooled if e.get("outcomes")]
+        if len(parts) == len(pooled) and len({len(part.scores) for part in parts}) == 1:
+            bits, sizes = (sum(column) for column in zip(*((part.scores, part.weights) for part in parts), strict=True))
+            interval = bootstrap_ratio_interval(bits, sizes)
+            if interval is not None:
+                intervals[name] = list(interval)
     return intervals
 
 
@@ -243,8 +243,13 @@ def _averages(results: list[dict[str, Any]]) -> _Groups:
     return groups
 
 
-def _ranges(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [entry for entry in results if entry["task"] == "bits_per_byte" and entry["metric"] == "bits_per_byte"]
+def _pooled(results: list[dict[str, Any]]) -> _Groups:
+    """Return the entries of each task that declares a metric to be summed up over the bytes of all its cells."""
+    groups: _Groups = {}
+    for entry in results:
+        if entry["metric"] == declaration_of(entry["task"]).pooled:
+            groups.setdefault(entry["task"], []).append(entry)
+    return groups
 
 
 def _mean(values: list[float | None]) -> float | None:

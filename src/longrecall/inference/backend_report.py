@@ -1,7 +1,8 @@
 """Which backend every layer of a model would take on this machine, and why not a faster one.
 
 The layers themselves are asked: each runs on tensors that have shapes and a device but no memory (torch's fake
-tensors), and every op notes what it would choose (`Op.explain`). Nothing is computed and no weight is read.
+tensors), and every op notes what it would choose (`Op.explain`). Nothing is computed and no weight is read. Where the
+kernels are chosen, those of their launches that have a kernel for Hopper are listed too (ops/hopper_kernels.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any, cast
 import torch
 from torch._subclasses import FakeTensorMode
 
-from longrecall.inference.eligibility import why_no_graph_by_design
+from longrecall.inference.eligibility import why_no_graph_by_design, why_not_fixed
+from longrecall.inference.step import DecodingStep
 from longrecall.models.checkpoint import open_checkpoint
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.description import is_description, read_description
@@ -26,7 +28,8 @@ from longrecall.ops.execution import fixed_shapes, noting_choices
 ROWS, TOKENS = 16, 512
 """Rows of a batch in training, and the tokens of a text."""
 
-PHASES = ("prefill", "decoding", "training")
+PHASES = ("prefill", "decoding", "captured decoding", "training")
+"""Captured decoding is listed where it happens, for the layers whose step has kernels of its own."""
 
 
 class _NoMemory(FakeTensorMode):
@@ -71,9 +74,13 @@ def choices_of(
         # Fake tensors are no weights that kernels could read: what a real model is made of is not looked at.
         graph = why_no_graph_by_design(model.eval())
         for phase in PHASES:
-            for index, choices in enumerate(_choices(model, phase, device)):
+            captured = phase == "captured decoding"
+            if captured and graph is not None:
+                continue
+            for index, choices in enumerate(_step_choices(model) if captured else _choices(model, phase, device)):
                 mixer = cast(RecurrentLayer, model.model.layers[index]).mixer_config.type
-                found.append(LayerChoices(groups[index], mixer, phase, choices))
+                if choices or not captured:
+                    found.append(LayerChoices(groups[index], mixer, phase, choices))
     found.sort(key=lambda one: (one.layers, PHASES.index(one.phase)))
     return found, graph
 
@@ -105,6 +112,13 @@ def _choices(model: RecurrentLM, phase: str, device: torch.device) -> list[list[
                 ids = ids[:, :1]
             model(ids, past_key_values=state)
     return [_outermost(choices) for choices in found]
+
+
+def _step_choices(model: RecurrentLM) -> list[list[Choice]]:
+    """What the captured step of each layer of the model, on fake tensors, would take."""
+    room = 0 if why_not_fixed(model) is None else TOKENS
+    step = DecodingStep(model, 1, model.decoding.state_dtype, fused=True, room=room)
+    return [list(one.choices(buffers)) for one, buffers in zip(step.steps, step.buffers, strict=True)]
 
 
 @contextmanager
@@ -157,6 +171,8 @@ def as_lines(found: Sequence[LayerChoices], graph: str | None) -> list[str]:
             groups.setdefault((choice.chosen, _why_no_faster(choice)), []).append(choice.op)
         for (name, reason), ops in groups.items():
             lines.append(f"  {name}: {', '.join(ops)}" + (f" ({reason})" if reason else ""))
+        for choice in one.choices:
+            lines += _hopper_lines(choice)
     if graph is None:
         lines.append("decoding is captured as a CUDA graph; generate() uses the kernels of a step instead of these")
     else:
@@ -168,6 +184,16 @@ def _why_no_faster(choice: Choice) -> str:
     """Why the kernels are not taken, where there are any."""
     reason = choice.why_not.get(TRITON)
     return "" if reason is None else f"not {TRITON}: {reason}"
+
+
+def _hopper_lines(choice: Choice) -> list[str]:
+    """Which kernels for Hopper run inside an op, and why the others do not: kernels of one reason side by side."""
+    groups: dict[str | None, list[str]] = {}
+    for name, reason in choice.hopper.items():
+        groups.setdefault(reason, []).append(name)
+    said = {reason: ", ".join(names) for reason, names in groups.items()}
+    used = [f"    {choice.op} for Hopper: {said.pop(None)}"] if None in said else []
+    return used + [f"    {choice.op} not for Hopper: {names} ({reason})" for reason, names in said.items()]
 
 
 def _ranges(numbers: Sequence[int]) -> str:

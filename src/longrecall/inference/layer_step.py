@@ -13,6 +13,7 @@ from longrecall.layers.norm import Norm, RMSNorm
 from longrecall.layers.stepping.step import Buffers, Progress, Step, StepSettings, part_under, step_of
 from longrecall.layers.stepping.stream import InnerStream, Stream
 from longrecall.models.recurrent_layer import RecurrentLayer
+from longrecall.ops.backends import Choice
 
 
 class BlockStep:
@@ -86,6 +87,10 @@ class LayerStep:
     def tables(self) -> Sequence[Any]:
         """Steps that look up keys and values of token ids: see `form_tables`."""
         return [table for _, step in self.stateful for table in step.tables()]
+
+    def choices(self, buffers: Buffers) -> Sequence[Choice]:
+        """Who computes the ops of this step on such buffers, which may be without memory."""
+        return [choice for block, step in self.stateful for choice in step.choices(self._part(buffers, block))]
 
     def __call__(self, stream: Stream, buffers: Buffers, position: Tensor) -> None:
         """Read one token of every row; `position` ``[B]``: tokens read before."""

@@ -47,11 +47,17 @@ def why_not(layer: LinearAttentionMixer, x: Tensor, mask: Tensor | None, log_dec
     like = {name: x.new_empty((1, 1, 1, width), dtype=dtype) for name, width in _widths(layer).items()}
     state_heads = layer.v_proj.out_features // layer.value_width * layer.subheads
     like["beta"] = x.new_empty((x.shape[0], 1, state_heads), dtype=torch.float32)
-    return EXPANDED_DELTA_RULE.why_plain({**like, "log_decay": log_decay})
+    expands = _expansion(layer) is not None
+    return EXPANDED_DELTA_RULE.why_plain({**like, "log_decay": log_decay}, expands=expands)
 
 
 def _widths(layer: LinearAttentionMixer) -> dict[str, int]:
     return {"q": layer.head_width, "k": layer.head_width, "v": layer.value_width}
+
+
+def _expansion(layer: LinearAttentionMixer) -> HeadwiseExpansion | None:
+    """What the kernels expand, head by head, and again in the backward; any other expansion comes before them."""
+    return layer.q_expand if layer.subheads > 1 and isinstance(layer.q_expand, HeadwiseExpansion) else None
 
 
 def read_and_write(
@@ -68,8 +74,7 @@ def read_and_write(
     `projected` are the layer's products of x; `log_decay` and `beta` ``[B, T, Hv * E]``, zeros for padding, which
     `mask` bool ``[B, T]`` has at the end.
     """
-    # The kernels expand head by head, and again in the backward pass; any other expansion comes before them.
-    expand = layer.q_expand if layer.subheads > 1 and isinstance(layer.q_expand, HeadwiseExpansion) else None
+    expand = _expansion(layer)
     how: dict[str, Any] = {"activation": expand and expand.activation, "grafted": bool(expand and expand.grafted)}
     heads = {name: projected[name] for name in "qkv"}
     for name in "qk" if layer.q_expand is not None and expand is None else "":

@@ -1,10 +1,13 @@
 """The recurrences of linear-recurrent language models: tensors in, tensors out."""
 
-# Every file that declares an op is imported here, so that the registry in ops/backends.py is complete.
+# Every file that declares an op or a kernel for Hopper is imported here: the registry in ops/backends.py is complete.
 import longrecall.ops.convolution.head_products
+import longrecall.ops.decoding.op
 import longrecall.ops.delta_rule.expanded
 import longrecall.ops.delta_rule.gates
+import longrecall.ops.delta_rule.hopper_kernels
 import longrecall.ops.delta_rule.subheads
+import longrecall.ops.expansion.hopper_kernels
 import longrecall.ops.linear_attention.stepped_values
 import longrecall.ops.norms.op
 import longrecall.ops.projections.biased

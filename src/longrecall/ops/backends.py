@@ -4,6 +4,9 @@ An op is declared in the file of its public function (`declare`): its functions 
 kernels and when those gain nothing. The module has a function `why_not`, which says in words why it cannot serve a
 call; it is imported when an op is first asked for, and Triton with it.
 
+Some launches of these kernels have a second kernel, in Gluon, for Hopper GPUs: ops/hopper_kernels.py registers them,
+and `Op.explain` says of each whether it runs.
+
 One rule for every op. A backend that is named, by `backend=` or by LONGRECALL_BACKEND in the environment, serves the
 call or the call raises. There are two exceptions, for the environment alone, which names a backend for all ops at once:
 
@@ -28,7 +31,7 @@ from torch import Tensor
 
 from longrecall.errors import UserError, did_you_mean
 from longrecall.installing import install_command
-from longrecall.ops import peers
+from longrecall.ops import hopper_kernels, peers
 from longrecall.ops.execution import backend_from_environment, choices_noted, interpreting_triton, noting
 
 Inputs = Mapping[str, Tensor | None]
@@ -171,7 +174,9 @@ class Op:
                 if reason is None and named is None:
                     reason = f"{name} serves it faster" if other in self.plain else "taken only when it is named"
                 reasons[other] = reason or f"{named} was asked for"
-        return Choice(self.name, name, reasons)
+        return Choice(
+            self.name, name, reasons, hopper_kernels.inside(self.name, inputs, options) if name == TRITON else {}
+        )
 
     def _choose(self, inputs: Inputs, backend: str | None, options: dict[str, Any]) -> tuple[str, str | None]:
         """The backend of a call, and where it is not the kernels, why they are not."""
@@ -254,6 +259,8 @@ class Choice:
     """Name of a backend."""
     why_not: dict[str, str]
     """Each other backend that has the op -> why it is not that one, in words."""
+    hopper: dict[str, str | None] = field(default_factory=dict)
+    """Where Triton is chosen: each kernel for Hopper that may replace one of its own -> why not; None = it does."""
 
 
 @dataclass(frozen=True)
@@ -345,8 +352,7 @@ def why_no_gluon() -> str | None:
     """Why the kernels in Gluon for Hopper, which stand in for some of these, cannot run here; None = they can."""
     if reason := why_no_kernels():
         return reason
-    why: str | None = importlib.import_module("longrecall.ops.kernels.hopper").why_not_here()
-    return why
+    return hopper_kernels.why_none_here()
 
 
 def why_no_kernel(op: str, inputs: Inputs, **options: Any) -> str | None:

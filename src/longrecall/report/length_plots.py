@@ -1,52 +1,22 @@
-"""Plots by length: the charts that tasks declare, stories (babilong), and any other task with a length."""
+"""The plot by length of the tasks that declare no charts of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import matplotlib as mpl
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from longrecall.report.drawing import (
-    INK,
     SETTINGS,
     WIDTH,
     accuracy_axes,
     accuracy_line,
     add_legend,
-    heat_map_grid,
-    mark,
-    measured,
     to_svg,
 )
 from longrecall.report.inputs import Evaluation, Measurement
 from longrecall.report.summaries import mean
-from longrecall.tasks.declaration import LineChart
-from longrecall.units import format_length
-
-
-def line_chart(evaluations: Sequence[Evaluation], task: str, chart: LineChart, trained: Sequence[int]) -> str:
-    """Return shares along a number of the cells, a panel per metric, a line per file.
-
-    `trained`: how far training went, marked where it is known.
-    """
-    metrics = [metric for metric in chart.metrics if any(entry.of(task, metric) for entry in evaluations)]
-    with mpl.rc_context(SETTINGS):
-        figure = Figure(figsize=(WIDTH, 3.7), layout="constrained")
-        grid = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
-        for axes, metric in zip(grid, metrics, strict=True):
-            for index, evaluation in enumerate(evaluations):
-                accuracy_line(axes, index, len(evaluations), chart.along, evaluation.of(task, metric))
-            ticks = {m.cell[chart.along] for entry in evaluations for m in entry.of(task, metric)}
-            accuracy_axes(axes, ticks, chart.axis)
-            for place in trained:
-                mark(axes, place, f"trained to {place}")
-            axes.set_title(chart.metrics[metric], loc="left")
-        grid[0].set_ylabel(chart.share)
-        add_legend(figure, measured(evaluations, task, metrics[0]))
-        return to_svg(figure, task, chart.title)
 
 
 def task_lines(evaluations: Sequence[Evaluation], tasks: Sequence[tuple[str, str]], name: str) -> str:
@@ -82,28 +52,3 @@ def by_length(evaluation: Evaluation, task: str, metric: str) -> list[Measuremen
         number = mean(m for m in cells if m.cell["length"] == length)
         found.append(Measurement(task, {"length": length}, metric, number.value, number.low, number.high, 0))
     return found
-
-
-def babilong_heat_maps(evaluations: Sequence[Evaluation], trained: Mapping[str, int], name: str) -> str:
-    """Return one map per file: accuracy (in numbers and as a shade) by task and length.
-
-    `trained`: label -> tokens of the training context; a line stands after the last length within it.
-    """
-    cells = [m.cell for entry in evaluations for m in entry.of("babilong", "accuracy")]
-    lengths, tasks = (sorted({cell[key] for cell in cells}) for key in ("length", "task"))
-    maps = {}
-    for evaluation in evaluations:
-        values = maps[evaluation.label] = np.full((len(tasks), len(lengths)), np.nan)
-        for m in evaluation.of("babilong", "accuracy"):
-            if m.value is not None:
-                values[tasks.index(m.cell["task"]), lengths.index(m.cell["length"])] = m.value
-
-    def mark_trained(axes: Axes, label: str) -> None:
-        context = trained.get(label)
-        within = sum(length <= context for length in lengths) if context else 0
-        if context and within < len(lengths):
-            axes.axvline(within, color=INK, linewidth=2.0, linestyle=(0, (3, 1.5)))
-            axes.set_title(f"trained on {format_length(context)}", loc="right", fontsize=8, fontweight="normal")
-
-    title = "Stories: share of questions answered by type of story and length of the text"
-    return heat_map_grid(maps, lengths, tasks, ("length in tokens", ""), name, title, finish=mark_trained)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from longrecall.report import length_plots, plots
+from longrecall.report import length_plots, task_charts
 from longrecall.report.blocks import Block, Plot, Section, Table, with_interval
 from longrecall.report.inputs import Evaluation, Inputs, Measurement
 from longrecall.report.summaries import Number
 from longrecall.report.tables import cell_keys, cell_table, explained, plotted
+from longrecall.tasks.charts import ShareMap
 
 
 def drawn(evaluations: Sequence[Evaluation]) -> set[tuple[str, str]]:
@@ -56,18 +57,33 @@ def other_lengths(inputs: Inputs) -> Section | None:
         cells = [m.cell for entry in evaluations for m in entry.of(task, metric)]
         keys = cell_keys(evaluations, task, metric)
         if all(_is_number(cell.get("depth")) for cell in cells):
-            title = f"{task}: share right by length of the text and depth of the needle"
+            chart = _depth_map(task, metric, f"map-{len(blocks)}")
             blocks.append(
                 Plot(
-                    plots.depth_maps(evaluations, task, metric, f"map-{len(blocks)}", title),
-                    f"{task} by depth, in percent: 0% is the beginning of the text, the farthest from the question.",
-                    "How to read it: dark cells are right; a map that pales towards its top right forgets early text.",
-                    cell_table(evaluations, task, metric, ("length", "depth"), hidden=True),
+                    task_charts.share_map(evaluations, task, chart),
+                    chart.caption,
+                    chart.reading,
+                    cell_table(evaluations, task, metric, chart.keys, hidden=True),
                 )
             )
         else:
             blocks.append(cell_table(evaluations, task, metric, keys, hidden=True))
     return Section("lengths", "Needles and other tasks by length", blocks)
+
+
+def _depth_map(task: str, metric: str, name: str) -> ShareMap:
+    return ShareMap(
+        title=f"{task}: share right by length of the text and depth of the needle",
+        caption=f"{task} by depth, in percent: 0% is the beginning of the text, the farthest from the question.",
+        reading="How to read it: dark cells are right; a map that pales towards its top right forgets early text.",
+        name=name,
+        along="length",
+        rows="depth",
+        axes=("length in tokens", "depth of the needle"),
+        keys=("length", "depth"),
+        row_text="{:.0%}".format,
+        metric=metric,
+    )
 
 
 def _means(evaluations: Sequence[Evaluation], task: str, metric: str) -> list[tuple[str, ...]]:

@@ -10,12 +10,12 @@ from longrecall.report import overview_plots
 from longrecall.report.blocks import Plot, Section, Table, with_interval
 from longrecall.report.inputs import Evaluation, Inputs
 from longrecall.report.summaries import Number, before_and_after, control_of, mean, recorded
+from longrecall.tasks.registry import declaration_of, task_names
 
 MOST_SLOPES = 20
 """Lines that a panel holds; the rest, which changed least, stand in the table only."""
 _REACH = re.compile(r"(?P<task>.+)\.recall_length\.threshold=(?P<threshold>[0-9.]+)")
 _MOST_THRESHOLDS = 2
-_CAPACITY = "pairs recalled at 90%"
 _LEAST_SIZES, _LEAST_POINTS = 3, 4
 """State sizes and files from which recall by size is drawn."""
 
@@ -61,14 +61,14 @@ def _shares(first: Evaluation, second: Evaluation) -> dict[str, tuple[Number, Nu
         common = [key for key in ours if key in theirs]
         pair = mean(ours[key] for key in common), mean(theirs[key] for key in common)
         values = [m.value for cells in (ours, theirs) for m in cells.values() if m.value is not None]
-        if (
-            task != "bits_per_byte"
-            and None not in (pair[0].value, pair[1].value)
-            and max(values) <= 1
-            and min(values) >= 0
-        ):
+        if _of_shares(task) and None not in (pair[0].value, pair[1].value) and max(values) <= 1 and min(values) >= 0:
             found[task] = pair
     return found
+
+
+def _of_shares(task: str) -> bool:
+    part = declaration_of(task).report
+    return part is None or part.shares
 
 
 def _steepest(lines: Mapping[str, tuple[Number, Number]]) -> dict[str, tuple[Number, Number]]:
@@ -102,8 +102,8 @@ def state_size(inputs: Inputs) -> Section | None:
         tuple(rows),
     )
     if len(sizes) < _LEAST_SIZES or len(entries) < _LEAST_POINTS:
-        if set(quantities) == {_CAPACITY}:
-            return None  # that number stands among the first ones of the page already
+        if set(quantities) <= set(_capacity_words().values()):
+            return None  # these numbers stand among the first ones of the page already
         # Two or three dots are no curve; the numbers themselves say more.
         return Section("state-size", "Recall against the size of the state", [table])
     plot = Plot(
@@ -118,11 +118,11 @@ def state_size(inputs: Inputs) -> Section | None:
 
 
 def _reach(entries: Sequence[Evaluation]) -> dict[str, dict[str, Number]]:
-    """Return words -> label -> number: capacity of the phone book, and recall lengths at two thresholds a task."""
-    capacity = {
-        e.label: recorded(e, "phonebook.capacity") for e in entries if "phonebook.capacity" in e.data["summary"]
-    }
-    found = {_CAPACITY: capacity} if capacity else {}
+    """Return words -> label -> number: capacities, and recall lengths at two thresholds a task."""
+    found: dict[str, dict[str, Number]] = {}
+    for name, words in _capacity_words().items():
+        capacity = {e.label: recorded(e, name) for e in entries if name in e.data["summary"]}
+        found |= {words: capacity} if capacity else {}
     thresholds: dict[str, set[str]] = {}
     for entry in entries:
         for key in entry.data["summary"]:
@@ -136,6 +136,12 @@ def _reach(entries: Sequence[Evaluation]) -> dict[str, dict[str, Number]]:
             numbers = {e.label: recorded(e, key) for e in entries if key in e.data["summary"]}
             found[f"{task}:\ntokens, above {float(level):.0%}"] = numbers
     return found
+
+
+def _capacity_words() -> dict[str, str]:
+    """Return name in the summaries -> words, of the capacities that tasks declare with some."""
+    declared = {name: declaration_of(name).capacity for name in task_names()}
+    return {f"{name}.capacity": found.words for name, found in declared.items() if found is not None and found.words}
 
 
 def _first_metrics(evaluations: Sequence[Evaluation]) -> dict[str, str]:

@@ -1,34 +1,40 @@
-"""The sections of single tasks: the line charts that tasks declare, and those that need a plot of their own."""
+"""The sections that tasks declare: their charts, with the numbers in tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
-from longrecall.report import length_plots, plots
+from longrecall.report import task_charts
 from longrecall.report.blocks import Block, Plot, Section, Table, with_interval
 from longrecall.report.inputs import Evaluation, Inputs
 from longrecall.report.summaries import Number
 from longrecall.report.tables import cell_table, explained, measured_by
-from longrecall.tasks.declaration import LineChart
+from longrecall.tasks.charts import Chart, LineChart, MeanChart, PanelChart, RangeChart, ShareMap, TaskSection
 from longrecall.tasks.registry import report_parts
-
-_PASSKEY_MAP = "Pass key: share of keys recalled by length of the text and depth of the needle"
 
 
 def makers(shares: bool) -> list[Callable[[Inputs], Section | None]]:
     """Return what makes the sections of the tasks that measure shares of right answers, or of the others."""
-    found: list[Callable[[Inputs], Section | None]] = []
-    for task, part in report_parts(shares).items():
-        if part.chart is not None:
-            found.append(partial(line_chart, task=task, chart=part.chart))
-        elif task in _OWN:
-            found.append(_OWN[task])
-    return found
+    parts = report_parts(shares).items()
+    return [partial(task_section, task=task, declared=part.section) for task, part in parts if part.section is not None]
 
 
-def line_chart(inputs: Inputs, task: str, chart: LineChart) -> Section | None:
-    """The chart that `task` declares, with its numbers in a table."""
+def task_section(inputs: Inputs, task: str, declared: TaskSection) -> Section | None:
+    """The section that `task` declares; None where no file measured what it draws."""
+    plots = [plot for chart in declared.charts if (plot := _PLOTS[type(chart)](inputs, task, chart)) is not None]
+    if not plots:
+        return None
+    blocks: list[Block] = [*explained(task), *plots]
+    for metric, keys in declared.tables.items():
+        if measured_by(inputs.evaluations, task, metric):
+            blocks.append(cell_table(inputs.evaluations, task, metric, keys))
+    return Section(declared.anchor or task, declared.heading, blocks)
+
+
+def line_chart(inputs: Inputs, task: str, chart: LineChart) -> Plot | None:
+    """Lines with a panel for each metric, the metrics below each other in one table."""
     metrics = [metric for metric in chart.metrics if measured_by(inputs.evaluations, task, metric)]
     if not metrics:
         return None
@@ -38,13 +44,12 @@ def line_chart(inputs: Inputs, task: str, chart: LineChart) -> Section | None:
         (chart.metrics[metric], *row) for metric, table in zip(metrics, tables, strict=True) for row in table.rows
     )
     trained = sorted({place for entry in inputs.evaluations for place in _trained_to(entry, inputs, task, chart)})
-    plot = Plot(
-        length_plots.line_chart(inputs.evaluations, task, chart, trained),
+    return Plot(
+        task_charts.line_chart(inputs.evaluations, task, chart, trained),
         chart.caption,
         chart.trained.reading if trained and chart.trained is not None else chart.reading,
         Table(f"{task}: accuracy", header, rows, hidden=True),
     )
-    return Section(task, chart.heading, [*explained(task), plot])
 
 
 def _trained_to(evaluation: Evaluation, inputs: Inputs, task: str, chart: LineChart) -> list[int]:
@@ -69,97 +74,48 @@ def _mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, Mapping) else {}
 
 
-def phonebook(inputs: Inputs) -> Section | None:
-    """Recall by number of pairs."""
-    chosen = measured_by(inputs.evaluations, "phonebook", "accuracy")
-    if not chosen:
+def panel_chart(inputs: Inputs, task: str, chart: PanelChart) -> Plot | None:
+    """Lines with a panel for each value of a second number."""
+    if not measured_by(inputs.evaluations, task, chart.metric):
         return None
-    data = cell_table(inputs.evaluations, "phonebook", "accuracy", ("pairs", "distance"))
-    caption = (
-        "Share of phone-book queries whose whole number is predicted, by how many pairs the book holds. "
-        "Bars are 95% intervals."
-    )
-    reading = "How to read it: the further right a line stays near the top, the more associations the state holds."
-    plot = Plot(plots.phonebook_plot(inputs.evaluations, "phonebook"), caption, reading, data)
-    blocks: list[Block] = [*explained("phonebook"), plot]
-    return Section("phonebook", "Phone book by number of pairs", blocks)
+    data = cell_table(inputs.evaluations, task, chart.metric, (chart.along, chart.panels))
+    return Plot(task_charts.panel_chart(inputs.evaluations, task, chart), chart.caption, chart.reading, data)
 
 
-def passkey(inputs: Inputs) -> Section | None:
-    """Recall by length and depth."""
-    if not measured_by(inputs.evaluations, "passkey", "accuracy"):
+def mean_chart(inputs: Inputs, task: str, chart: MeanChart) -> Plot | None:
+    """Lines of means over all else."""
+    if not measured_by(inputs.evaluations, task, chart.metric):
         return None
-    cells = cell_table(inputs.evaluations, "passkey", "accuracy", ("length", "depth"))
-    by_length = {entry.label: plots.mean_by_length(entry) for entry in inputs.evaluations}
-    lengths = sorted({length for numbers in by_length.values() for length in numbers})
+    means = [task_charts.means_along(entry, task, chart) for entry in inputs.evaluations]
     rows = tuple(
-        (f"{length:,.0f}", *(with_interval(by_length[e.label].get(length, Number(None))) for e in inputs.evaluations))
-        for length in lengths
+        (f"{place:,.0f}", *(with_interval(found.get(place, Number(None))) for found in means))
+        for place in sorted({place for found in means for place in found})
     )
-    means = Table(
-        "Pass key by length, mean over depths", ("length", *(e.label for e in inputs.evaluations)), rows, hidden=True
-    )
-    return Section(
-        "passkey",
-        "Pass key by length and depth",
-        [
-            *explained("passkey"),
-            Plot(
-                plots.passkey_by_length(inputs.evaluations, "passkey-length"),
-                "Share of pass keys recalled by length of the text, mean over depths. Bars are 95% intervals.",
-                "How to read it: where a line falls, the text has grown too long for the key to be found again.",
-                means,
-            ),
-            Plot(
-                plots.depth_maps(inputs.evaluations, "passkey", "accuracy", "passkey-map", _PASSKEY_MAP),
-                "The same by depth, in percent: 0% is the beginning of the text, the farthest from the question.",
-                "How to read it: dark cells are recalled; a map that pales towards its top right forgets early text.",
-                cells,
-            ),
-        ],
-    )
+    header = (chart.along, *(entry.label for entry in inputs.evaluations))
+    data = Table(chart.table, header, rows, hidden=True)
+    return Plot(task_charts.mean_chart(inputs.evaluations, task, chart), chart.caption, chart.reading, data)
 
 
-def babilong(inputs: Inputs) -> Section | None:
-    """Questions about stories, by type and length."""
-    if not measured_by(inputs.evaluations, "babilong", "accuracy"):
+def share_map(inputs: Inputs, task: str, chart: ShareMap) -> Plot | None:
+    """A map of shares for each file."""
+    if not measured_by(inputs.evaluations, task, chart.metric):
         return None
-    trained = {}
-    for entry in inputs.evaluations:
-        context = entry.data["checkpoint"].get("context_length")
-        if isinstance(context, int):
-            trained[entry.label] = context
-    plot = Plot(
-        length_plots.babilong_heat_maps(inputs.evaluations, trained, "babilong-map"),
-        "Share of questions, in percent, answered rightly about stories that are scattered through a book: one fact "
-        "needed (qa1), two (qa2), three (qa3), places beside each other (qa4), who gave what to whom (qa5).",
-        "How to read it: dark cells are answered; a map that stays dark to the right, beyond the dashed line where the "
-        "training length lies within it, reasons over longer texts.",
-        cell_table(inputs.evaluations, "babilong", "accuracy", ("task", "length")),
-    )
-    blocks: list[Block] = [*explained("babilong"), plot]
-    if measured_by(inputs.evaluations, "babilong", "exact_match"):
-        blocks.append(cell_table(inputs.evaluations, "babilong", "exact_match", ("task", "length")))
-    return Section("babilong", "Stories in a long text", blocks)
+    data = cell_table(inputs.evaluations, task, chart.metric, chart.keys)
+    return Plot(task_charts.share_map(inputs.evaluations, task, chart), chart.caption, chart.reading, data)
 
 
-def positions(inputs: Inputs) -> Section | None:
-    """Bits per byte by position."""
-    if not measured_by(inputs.evaluations, "bits_per_byte", "bits_per_byte"):
+def range_chart(inputs: Inputs, task: str, chart: RangeChart) -> Plot | None:
+    """Lines over ranges of positions."""
+    if not measured_by(inputs.evaluations, task, chart.metric):
         return None
-    data = cell_table(inputs.evaluations, "bits_per_byte", "bits_per_byte", ("start", "end"))
-    caption = "How well running text is predicted, by position in it. Bars are 95% intervals."
-    reading = (
-        "How to read it: lower is better, and a curve that rises to the right shows a model that fails beyond the "
-        "length it was trained on."
-    )
-    plot = Plot(plots.position_plot(inputs.evaluations, "positions"), caption, reading, data)
-    return Section("positions", "Bits per byte by position", [*explained("bits_per_byte"), plot])
+    data = cell_table(inputs.evaluations, task, chart.metric, chart.ends)
+    return Plot(task_charts.range_chart(inputs.evaluations, task, chart), chart.caption, chart.reading, data)
 
 
-_OWN: dict[str, Callable[[Inputs], Section | None]] = {
-    "phonebook": phonebook,
-    "passkey": passkey,
-    "babilong": babilong,
-    "bits_per_byte": positions,
+_PLOTS: Mapping[type[Chart], Callable[[Inputs, str, Any], Plot | None]] = {
+    LineChart: line_chart,
+    PanelChart: panel_chart,
+    MeanChart: mean_chart,
+    ShareMap: share_map,
+    RangeChart: range_chart,
 }

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longrecall.errors import UserError
+from longrecall.tasks.charts import RangeChart, TaskSection
 from longrecall.tasks.declaration import Declaration, Flag, Headline, ReportPart
 from longrecall.tasks.wording import Wording
 
@@ -34,6 +35,19 @@ def _headlines(cells: Sequence[Mapping[str, Any]]) -> list[Headline]:
         )
         for start, end in dict.fromkeys([*ends[:1], *ends[-1:]])
     ]
+
+
+_CHART = RangeChart(
+    name="positions",
+    axis="position in the text, in tokens",
+    quantity="bits per byte (lower is better)",
+    metric="bits_per_byte",
+    title="Bits per byte by position in the text, a line per result file; lower is better",
+    caption="How well running text is predicted, by position in it. Bars are 95% intervals.",
+    reading="How to read it: lower is better, and a curve that rises to the right shows a model that fails beyond the "
+    "length it was trained on.",
+)
+_SECTION = TaskSection("Bits per byte by position", (_CHART,), anchor="positions")
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,9 @@ class BitsPerByte:
         flags=(Flag("--windows", "windows", "N", "windows of text at most"),),
         text_option="text",
         averaged=False,
-        report=ReportPart(("bits_per_byte",), ("start", "end"), headlines=_headlines, shares=False),
+        pooled="bits_per_byte",
+        reads_longest=True,
+        report=ReportPart(("bits_per_byte",), ("start", "end"), (), _headlines, _SECTION, shares=False),
     )
 
     def __post_init__(self) -> None:

@@ -22,14 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longrecall.errors import UserError
+from longrecall.tasks.charts import LineChart, TaskSection, TrainedTo
 from longrecall.tasks.declaration import (
     Declaration,
     Flag,
+    HarnessForm,
     Headline,
-    LineChart,
     Make,
     ReportPart,
-    TrainedTo,
     TrainingSource,
 )
 from longrecall.tasks.encoding import IGNORE, Cell, PieceEncoder, Sample, TextEncoder, draw_integers, sample_generator
@@ -163,7 +163,6 @@ def _headlines(cells: Sequence[Mapping[str, Any]]) -> list[Headline]:
 
 _CHART = LineChart(
     along="length",
-    heading="Copying by length",
     title="Copying: share copied rightly by length of the string, a line per result file",
     axis="letters of the string",
     share="share copied",
@@ -177,6 +176,7 @@ _CHART = LineChart(
         "trained on.",
     ),
 )
+_SECTION = TaskSection("Copying by length", (_CHART,))
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,8 @@ class Copying:
         ),
         length_unit="letters",
         source=CopyingSource,
-        report=ReportPart(("accuracy", "character_accuracy"), ("length",), headlines=_headlines, chart=_CHART),
+        harness=HarnessForm(1024, (".",)),
+        report=ReportPart(("accuracy", "character_accuracy"), ("length",), headlines=_headlines, section=_SECTION),
     )
     token_metric: ClassVar[str] = "character_accuracy"
 

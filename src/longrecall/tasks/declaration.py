@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from longrecall.tasks.charts import TaskSection
 from longrecall.tasks.encoding import PieceEncoder
 
 Ints = NDArray[np.int64]
@@ -56,10 +57,12 @@ class Capacity:
 
     It is the greatest value of `counted` (a key of the cells) such that it and all smaller ones are answered rightly
     nine times in ten. `apart` may be another key: the number is told for its least value, and apart for each other one.
+    `words`: how a report calls the number where it compares it with the size of the state; "" = it does not.
     """
 
     counted: str
     apart: str = ""
+    words: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,53 +81,32 @@ class Headline:
 
 
 @dataclass(frozen=True)
-class TrainedTo:
-    """Where a report finds how far training went, to mark it in a plot.
-
-    `option`: the field of the task that says it; else the last entry of the list `source_key` of the recipe's source.
-    `reading`: how to read the plot where there is a mark.
-    """
-
-    option: str
-    source_key: str
-    reading: str
-
-
-@dataclass(frozen=True)
-class LineChart:
-    """A section of a report: shares along a number of the cells, a panel for each metric, a line for each file.
-
-    `heading` stands above the section, `title` describes the plot to people who cannot see it, `axis` and `share` name
-    its axes, `caption` and `reading` (how to read it) stand below. `metrics`: metric -> title of its panel.
-    """
-
-    along: str
-    heading: str
-    title: str
-    axis: str
-    share: str
-    caption: str
-    reading: str
-    metrics: Mapping[str, str]
-    trained: TrainedTo | None = None
-
-
-@dataclass(frozen=True)
 class ReportPart:
     """What a report says of a task beside its tables.
 
     `metrics` have a section of their own, so their tables are folded away. `numbers` and `texts` are keys that each of
-    its cells has, as a number or as a text. `headlines`: cells -> the numbers at the top. `chart`: its section; None
-    where the report draws one itself (`longrecall.report.task_sections`). `shares`: the metrics are shares of right
-    answers; other tasks stand after those that are.
+    its cells has, as a number or as a text. `headlines`: cells -> the numbers at the top. `section`: its section; None
+    for none. `shares`: the metrics are shares of right answers; other tasks stand after those that are.
     """
 
     metrics: tuple[str, ...]
     numbers: tuple[str, ...]
     texts: tuple[str, ...] = ()
     headlines: Callable[[Sequence[Mapping[str, Any]]], Sequence[Headline]] | None = None
-    chart: LineChart | None = None
+    section: TaskSection | None = None
     shares: bool = True
+
+
+@dataclass(frozen=True)
+class HarnessForm:
+    """How lm-evaluation-harness asks a task: the model says `answer_tokens` at most, and none after a text of `until`.
+
+    `metrics`: what `longrecall.evaluation.harness.generators.score_document` tells of an answer.
+    """
+
+    answer_tokens: int
+    until: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ("accuracy",)
 
 
 @dataclass(frozen=True)
@@ -132,7 +114,10 @@ class Declaration:
     """Everything that a task tells the other parts of longrecall; what it leaves out stays at its default.
 
     `length_unit`: what ``--lengths`` counts. `text_option`: the option that takes the text of ``--text``.
-    `averaged`: whether result files sum it up as the mean over its cells.
+    `averaged`: whether result files sum it up as the mean over its cells. `pooled`: the metric that they sum up over
+    the bytes of all cells instead, under the task's name. `reads_longest`: whether all cells are read together at the
+    longest of the lengths, so that another longest length asks other questions. `harness`: None = it is no task of
+    lm-evaluation-harness.
     """
 
     flags: tuple[Flag, ...] = ()
@@ -141,4 +126,7 @@ class Declaration:
     source: type[TrainingSource] | None = None
     capacity: Capacity | None = None
     averaged: bool = True
+    pooled: str = ""
+    reads_longest: bool = False
+    harness: HarnessForm | None = None
     report: ReportPart | None = None

@@ -30,7 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longrecall.errors import UserError, did_you_mean
-from longrecall.tasks.declaration import Declaration, Flag, Headline, Make, ReportPart, TrainingSource
+from longrecall.tasks import declaration as declare
+from longrecall.tasks.charts import MeanChart, ShareMap, TaskSection
 from longrecall.tasks.encoding import (
     IGNORE,
     ByteEncoder,
@@ -213,7 +214,7 @@ def passkey_byte_batch(
 
 
 @dataclass(frozen=True)
-class PasskeySource(TrainingSource):
+class PasskeySource(declare.TrainingSource):
     """Passkey prompts made on the fly; only the key is labelled."""
 
     kind: ClassVar[str] = "passkey"
@@ -233,24 +234,48 @@ class PasskeySource(TrainingSource):
         positive(self, "digits")
         one_of("form", self.form, ("statex", "infinitebench"))
 
-    def sequences(self, pieces: PieceEncoder) -> Make:
+    def sequences(self, pieces: PieceEncoder) -> declare.Make:
         """Return the function that makes a training sequence."""
         return lambda generator, length: passkey_sequence(
             generator, pieces, length, self.digits, self.form, self.label_needle
         )
 
 
-def _headlines(cells: Sequence[Mapping[str, Any]]) -> list[Headline]:
+def _headlines(cells: Sequence[Mapping[str, Any]]) -> list[declare.Headline]:
     longest = max(cell["length"] for cell in cells)
     hardest = f"pass key: accuracy at {format_length(int(longest))} tokens"
-    return [Headline("pass key: accuracy, all cells"), Headline(hardest, part={"length": longest})]
+    return [declare.Headline("pass key: accuracy, all cells"), declare.Headline(hardest, part={"length": longest})]
 
 
 _FLAGS = (
-    Flag("--depths", "depths", "X,...", "places of the key", float),
-    Flag("--form", "form", "F", "statex or infinitebench", str),
-    Flag("--key-digits", "digits", "N", "digits of a key"),
+    declare.Flag("--depths", "depths", "X,...", "places of the key", float),
+    declare.Flag("--form", "form", "F", "statex or infinitebench", str),
+    declare.Flag("--key-digits", "digits", "N", "digits of a key"),
 )
+
+
+_BY_LENGTH = MeanChart(
+    name="passkey-length",
+    along="length",
+    axis="length in tokens",
+    share="share recalled",
+    table="Pass key by length, mean over depths",
+    title="Passkey: share of keys recalled by length, mean over depths, a line per result file",
+    caption="Share of pass keys recalled by length of the text, mean over depths. Bars are 95% intervals.",
+    reading="How to read it: where a line falls, the text has grown too long for the key to be found again.",
+)
+_BY_DEPTH = ShareMap(
+    name="passkey-map",
+    along="length",
+    rows="depth",
+    axes=("length in tokens", "depth of the needle"),
+    keys=("length", "depth"),
+    row_text="{:.0%}".format,
+    title="Pass key: share of keys recalled by length of the text and depth of the needle",
+    caption="The same by depth, in percent: 0% is the beginning of the text, the farthest from the question.",
+    reading="How to read it: dark cells are recalled; a map that pales towards its top right forgets early text.",
+)
+_SECTION = TaskSection("Pass key by length and depth", (_BY_LENGTH, _BY_DEPTH))
 
 
 @dataclass(frozen=True)
@@ -274,10 +299,11 @@ class Passkey:
         "model is asked for it.",
         length_place,
     )
-    declared: ClassVar[Declaration] = Declaration(
+    declared: ClassVar[declare.Declaration] = declare.Declaration(
         flags=_FLAGS,
         source=PasskeySource,
-        report=ReportPart(("accuracy",), ("length", "depth"), headlines=_headlines),
+        harness=declare.HarnessForm(16, ("\n",)),
+        report=declare.ReportPart(("accuracy",), ("length", "depth"), headlines=_headlines, section=_SECTION),
     )
     version: ClassVar[int] = 1
 
@@ -325,7 +351,7 @@ class SpokenPasskey(Passkey):
         "As the pass key, a number hidden in a long repeated text, but the model answers in its own words.",
         length_place,
     )
-    declared: ClassVar[Declaration] = Declaration(flags=_FLAGS)
+    declared: ClassVar[declare.Declaration] = declare.Declaration(flags=_FLAGS)
     highest_grades: ClassVar[Mapping[str, float]] = HIGHEST_GRADES
 
     def __post_init__(self) -> None:

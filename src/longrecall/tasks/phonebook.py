@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longrecall.errors import UserError
-from longrecall.tasks.declaration import Capacity, Declaration, Flag, Headline, Make, ReportPart, TrainingSource
+from longrecall.tasks import declaration as declare
+from longrecall.tasks.charts import PanelChart, TaskSection
 from longrecall.tasks.encoding import IGNORE, Cell, PieceEncoder, Sample, TextEncoder, draw_integers, sample_generator
 from longrecall.tasks.wording import Wording, listed
 from longrecall.units import parse_length
@@ -230,7 +231,7 @@ def _place(cell: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class PhonebookSource(TrainingSource):
+class PhonebookSource(declare.TrainingSource):
     """Dense recall text made on the fly: name -> number lines, then queries; only the queried numbers are labelled."""
 
     kind: ClassVar[str] = "phonebook"
@@ -251,22 +252,36 @@ class PhonebookSource(TrainingSource):
         if not 1 <= self.pairs[0] <= self.pairs[1]:
             raise UserError(f"pairs must be [fewest, most] with 1 <= fewest <= most, got {list(self.pairs)}")
 
-    def sequences(self, pieces: PieceEncoder) -> Make:
+    def sequences(self, pieces: PieceEncoder) -> declare.Make:
         """Return the function that makes a training sequence."""
         return lambda generator, length: phonebook_sequence(
             generator, pieces, length, self.pairs, self.letters, self.digits
         )
 
 
-def _headlines(cells: Sequence[Mapping[str, Any]]) -> list[Headline]:
+def _headlines(cells: Sequence[Mapping[str, Any]]) -> list[declare.Headline]:
     asked = listed(sorted({cell["pairs"] for cell in cells}))
     hardest = max(cell["pairs"] for cell in cells)
     name = f"phone book: most pairs recalled at 90% or better, of {asked}"
     return [
-        Headline(name, summary="phonebook.capacity", digits=0),
-        Headline("phone book: accuracy, all cells"),
-        Headline(f"phone book: accuracy at {hardest:g} pairs", part={"pairs": hardest}),
+        declare.Headline(name, summary="phonebook.capacity", digits=0),
+        declare.Headline("phone book: accuracy, all cells"),
+        declare.Headline(f"phone book: accuracy at {hardest:g} pairs", part={"pairs": hardest}),
     ]
+
+
+_CHART = PanelChart(
+    along="pairs",
+    axis="pairs in the book",
+    share="share recalled",
+    panels="distance",
+    panel_title=lambda distance: f"{distance:,.0f} tokens between" if distance else "no text between",
+    title="Recall by number of pairs: share of queries answered, a line per result file",
+    caption="Share of phone-book queries whose whole number is predicted, by how many pairs the book holds. "
+    "Bars are 95% intervals.",
+    reading="How to read it: the further right a line stays near the top, the more associations the state holds.",
+)
+_SECTION = TaskSection("Phone book by number of pairs", (_CHART,))
 
 
 def _distance(text: str) -> int:
@@ -299,18 +314,19 @@ class Phonebook:
         "the names: the more pairs of name and number it can hold, the larger its memory.",
         _place,
     )
-    declared: ClassVar[Declaration] = Declaration(
+    declared: ClassVar[declare.Declaration] = declare.Declaration(
         flags=(
-            Flag("--pairs", "pairs", "N,...", "associations"),
-            Flag("--distances", "distances", "N,...", "tokens of text before the queries", _distance),
-            Flag("--letters", "letters", "N", "letters of a name"),
-            Flag("--digits", "digits", "N", "digits of a number"),
+            declare.Flag("--pairs", "pairs", "N,...", "associations"),
+            declare.Flag("--distances", "distances", "N,...", "tokens of text before the queries", _distance),
+            declare.Flag("--letters", "letters", "N", "letters of a name"),
+            declare.Flag("--digits", "digits", "N", "digits of a number"),
         ),
         text_option="distractor",
         source=PhonebookSource,
-        capacity=Capacity("pairs", apart="distance"),
+        capacity=declare.Capacity("pairs", apart="distance", words="pairs recalled at 90%"),
         averaged=False,
-        report=ReportPart(("accuracy",), ("pairs",), headlines=_headlines),
+        harness=declare.HarnessForm(16, ("\n",)),
+        report=declare.ReportPart(("accuracy",), ("pairs",), headlines=_headlines, section=_SECTION),
     )
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from longrecall.errors import UserError, did_you_mean
 from longrecall.tasks.babilong import Babilong
 from longrecall.tasks.bits_per_byte import BitsPerByte
 from longrecall.tasks.copying import Copying
-from longrecall.tasks.declaration import Declaration, ReportPart, TrainingSource
+from longrecall.tasks.declaration import Declaration, Ints, ReportPart, TrainingSource
 from longrecall.tasks.encoding import Cell, ChoiceSample, PieceEncoder, QuestionSample, Sample
 from longrecall.tasks.in_context import InContext, MetaICL
 from longrecall.tasks.needles import TASKS as NEEDLES
@@ -125,7 +125,30 @@ class ChoiceTask(Protocol):
         ...
 
 
-Task = RecallTask | ChoiceTask | BitsPerByte
+@runtime_checkable
+class PositionTask(Protocol):
+    """A task that measures how well a text is predicted, in cells ``{"start", "end"}``: positions in [start, end)."""
+
+    @property
+    def name(self) -> str:
+        """The registered name."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """What is predicted, in windows of the longest length."""
+        ...
+
+    def cells(self, lengths: Sequence[int]) -> Sequence[Mapping[str, int | float]]:
+        """Return the ranges of positions up to the longest of `lengths` (tokens)."""
+        ...
+
+    def window_starts(self, tokens: int, length: int, samples: int) -> Ints:
+        """Return the first token of each window: at most `samples` of `length` tokens, of a text of `tokens`."""
+        ...
+
+
+Task = RecallTask | ChoiceTask | PositionTask
 
 _TASKS: dict[str, type[Any]] = {}
 TRAINING_SOURCES: dict[str, type[TrainingSource]] = {}

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 pytest.importorskip("triton")
 
 from longrecall.ops.decoding.hopper import recurrence as decoding
+from longrecall.ops.decoding.op import KEYS, STEP
 from longrecall.ops.decoding.triton.recurrence import Gate, recurrence
 from longrecall.ops.kernels.dependent_launch import PREFETCHING, WAITING
 from tests.ops.decoding.test_triton_step import expected_step
@@ -113,14 +114,18 @@ def test_small_steps_are_right_to_float32(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_it_declines() -> None:
+    def why_not(state: Tensor, states: int = 2) -> str:
+        return str(STEP.why_not(state, keys=state.shape[2], values=state.shape[3], states=states, processors=1))
+
     for K, V in ((48, 64), (1024, 64), (64, 32), (128, 96)):
-        assert "keys" in str(decoding.why_not(torch.zeros(1, 1, K, V).bfloat16()))
-    assert "float32" in str(decoding.why_not(torch.zeros(1, 1, 64, 64)))
-    assert "CUDA" in str(decoding.why_not(torch.zeros(1, 1, 64, 64).bfloat16()))
+        assert "keys" in why_not(torch.zeros(1, 1, K, V).bfloat16())
+    assert "too few" in why_not(torch.zeros(1, 1, 64, 64).bfloat16(), states=1)
+    assert "float32" in why_not(torch.zeros(1, 1, 64, 64))
+    assert "CUDA" in why_not(torch.zeros(1, 1, 64, 64).bfloat16())
 
 
 @pytest.mark.parametrize("V", [64, 128, 192])
-@pytest.mark.parametrize("K", decoding.KEYS)
+@pytest.mark.parametrize("K", KEYS)
 def test_tiles_cover_a_state_and_fit(K: int, V: int) -> None:
     width = decoding.width(K, V, delta=True)
     warps = decoding.delta_warps(K, width)
@@ -132,7 +137,7 @@ def test_tiles_cover_a_state_and_fit(K: int, V: int) -> None:
 
 
 @pytest.mark.parametrize("V", [64, 128, 192])
-@pytest.mark.parametrize("K", decoding.KEYS)
+@pytest.mark.parametrize("K", KEYS)
 def test_chunks_cover_a_state_and_fit(K: int, V: int) -> None:
     width = decoding.width(K, V, delta=False)
     chunk, ring, warps = decoding.chunks(K, width)

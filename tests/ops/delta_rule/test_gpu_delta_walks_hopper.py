@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from longrecall.ops.delta_rule.hopper import walks
 from longrecall.ops.delta_rule.triton import chunked as delta_rule
+from longrecall.ops.hopper_kernels import HopperKernel
 from longrecall.ops.kernels import hopper
 from tests.ops.delta_rule.test_hopper_walks import ENDS, SCALE, TOLERANCE, Call, Case, errors, formulas, walked
 
@@ -36,7 +37,7 @@ CASES = [
 
 def plain(call: Call, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """The same from the plain kernels, without segments."""
-    monkeypatch.setattr(walks, "serve", lambda *_: False)
+    monkeypatch.setattr(HopperKernel, "serves", lambda *_, **__: False)
     monkeypatch.setattr(delta_rule.launch, "segments", lambda *_, **__: 1)
     inputs, solved, plan = call.inputs, call.solved, call.plan
     q, k, _, _, beta, weights, state = inputs

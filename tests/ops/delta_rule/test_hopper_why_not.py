@@ -10,9 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longrecall.ops.delta_rule.hopper import walks
+from longrecall.ops import hopper_kernels
+from longrecall.ops.backends import OPS
 from longrecall.ops.delta_rule.triton import chunked as delta_rule
-from longrecall.ops.expansion.hopper import expansion
+from longrecall.ops.expansion.triton.expansion import serves_on_hopper
+from longrecall.ops.hopper_kernels import HOPPER_KERNELS, HopperKernel, inside
 from longrecall.ops.kernels import hopper, launch
 
 SHAPE = (2, 16, 3, 64)
@@ -53,17 +55,41 @@ def test_what_asynchronous_copies_read_begins_at_multiples_of_16_bytes() -> None
 
 def test_so_do_the_heads_of_an_expansion_and_those_it_grafts() -> None:
     weight = torch.zeros(3, 64, 128, dtype=torch.bfloat16).as_subclass(OnHopper)
-    assert expansion.why_not(heads(), weight) is None
-    assert expansion.why_not(heads(), weight, heads()) is None
-    for tensors in ((heads(1), weight, heads()), (heads(), weight, heads(1))):
-        assert "multiples of 16 bytes" in str(expansion.why_not(*tensors))
+    assert serves_on_hopper(heads(), weight, None) and serves_on_hopper(heads(), weight, heads())
+    for tensors in ((heads(1), weight, heads()), (heads(), weight, heads(1)), (heads(), weight.float(), None)):
+        assert not serves_on_hopper(*tensors)
+
+
+def test_the_registry_says_which_of_them_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From shapes and devices alone: tensors without memory have no address."""
+    monkeypatch.setattr(launch, "_processors", lambda _: 4)
+    like = {name: heads() for name in "qkv"} | {"log_decay": None, "beta": torch.zeros(2, 16, 3)}
+    rule = inside("gated_delta_rule", like, {})
+    assert set(rule) == {"inverse of a chunk", "walk forward", "walk back", "gradients of queries and keys"}
+    assert rule["inverse of a chunk"] is None and rule["walk forward"] == rule["walk back"]
+    assert rule["walk back"] == "states must have 128 keys and 128 values, not 64 x 64"
+    assert "expansion, convolution and norm" not in inside("expanded_delta_rule", like, {"expands": False})
+    assert inside("expanded_delta_rule", like, {"expands": True})["expansion, convolution and norm"] is None
+    many = torch.zeros(64, 4, 128, 64, dtype=torch.bfloat16).as_subclass(OnHopper)
+    for state, reason in ((many[:, :, :48], "not 48 x 64"), (many[:0], "too few")):
+        assert reason in str(inside("recurrent_step", {"state": state}, {})["step on many states"])
+    assert "bfloat16, not float32" in str(inside("gated_delta_rule", {**like, "q": heads().float()}, {}))
+    with pytest.raises(ValueError, match="already"):
+        hopper_kernels.declare(HOPPER_KERNELS["walk back"])
+    assert OPS.keys() >= {op for one in HOPPER_KERNELS.values() for op in one.ops}
 
 
 @pytest.mark.skipif(not launch.interpreting(), reason="needs TRITON_INTERPRET=1")
 def test_walks_ask_for_all_that_they_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The inverse as well: what autograd kept may come back from a hook that laid it elsewhere."""
     asked: list[tuple[Tensor, ...]] = []
-    monkeypatch.setattr(walks, "serve", lambda _plan, *tensors: asked.append(tensors))
+
+    def serves(kernel: HopperKernel, *tensors: Tensor, **_: Any) -> bool:
+        if kernel.name.startswith("walk"):
+            asked.append(tensors)
+        return False
+
+    monkeypatch.setattr(HopperKernel, "serves", serves)
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 20, 1, 16, generator=g) for _ in range(3))
     beta, state = torch.rand(1, 20, 1, generator=g), torch.zeros(1, 1, 16, 16)

@@ -12,7 +12,8 @@ import sys
 from contextlib import nullcontext
 
 from longrecall.errors import UserError
-from longrecall.evaluation.harness.task import include_path, require_lm_eval
+from longrecall.evaluation.harness.files import include_path
+from longrecall.evaluation.harness.task import require_lm_eval
 from longrecall.models.checkpoint_tokenizer import without_checkpoint_code
 
 _COMMANDS = ("run", "ls", "validate")

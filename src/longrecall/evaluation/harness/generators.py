@@ -1,4 +1,4 @@
-"""Our tasks as documents of lm-evaluation-harness, for the YAML files in ``assets/harness``."""
+"""Our tasks as documents of lm-evaluation-harness, for the YAML files of `longrecall.evaluation.harness.files`."""
 
 from __future__ import annotations
 

@@ -23,11 +23,6 @@ _NAME = re.compile(r"^(task|group|tag)\s*:[ \t]*[\"']?([^\s\"'#]+)", re.MULTILIN
 _LISTED = re.compile(r"^tag\s*:\s*\n((?:\s*-\s*\S+\s*\n)+)", re.MULTILINE)
 
 
-def include_path() -> Path:
-    """Return the folder with our tasks for ``lm_eval --include_path``."""
-    return Path(__file__).parents[2] / "assets" / "harness"
-
-
 def require_lm_eval() -> None:
     """Raise `UserError` when lm-evaluation-harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:

@@ -5,6 +5,7 @@ A family says what is its own: which decay it has, and what happens to queries, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,9 +16,8 @@ from longrecall.layers.mixers.linear_attention import LinearAttentionMixer
 from longrecall.layers.norm import Norm
 from longrecall.layers.stepping.step import Buffers, MixerStep, PlainStep, Step, StepSettings
 from longrecall.layers.stepping.stream import Stream
-
-LARGEST_KEY = 1024
-"""Key width that one program of the recurrence kernel holds."""
+from longrecall.ops.backends import Choice
+from longrecall.ops.decoding.op import step_choice
 
 
 class LinearAttentionStep(MixerStep):
@@ -72,6 +72,9 @@ class LinearAttentionStep(MixerStep):
         y = gated_norm(o, value_heads, total, o_norm.weight, o_norm.eps, q.dtype, projected.get("g"))
         stream.add_product(y, mixer.o_proj.weight)
 
+    def choices(self, buffers: Buffers) -> Sequence[Choice]:
+        return [step_choice(buffers["recurrent"])]
+
     def _expanded(self, name: str, y: Tensor, x: Tensor | None) -> Tensor:
         """q or k ``[B, channels]`` in its subheads; x ``[B, 1, d]`` for an expansion that reads it."""
         expand = getattr(self.mixer, f"{name}_expand")
@@ -118,5 +121,5 @@ class StepKind(Protocol):
 
 def linear_attention_step(kind: StepKind, config: MixerConfig, mixer: Any, settings: StepSettings) -> Step:
     """A step of this kind where the kernels serve the mixer, its forward pass on one token elsewhere."""
-    serves = settings.kernels and mixer.head_width <= LARGEST_KEY
+    serves = settings.serves_state(mixer.head_width)
     return kind(config, mixer, settings) if serves else PlainStep(config, mixer, settings)

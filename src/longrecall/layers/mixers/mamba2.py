@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,6 +18,8 @@ from longrecall.layers.projections import project_gated, project_product
 from longrecall.layers.stepping.step import Buffers, MixerStep, PlainStep, Step, StepSettings
 from longrecall.layers.stepping.stream import Stream
 from longrecall.ops import gated_linear_attention
+from longrecall.ops.backends import Choice
+from longrecall.ops.decoding.op import step_choice
 from longrecall.ops.linear_attention.stepped_values import stepped_values
 from longrecall.ops.norms.op import Gate
 
@@ -97,7 +101,7 @@ class Mamba2(nn.Module):
 
     def decoding_step(self, config: Mamba2Config, settings: StepSettings) -> Step:
         """The step that decodes one token with this layer, described by `config`."""
-        serves = settings.kernels and _why_no_kernels(config) is None
+        serves = _why_no_kernels(config) is None and settings.serves_state(config.state_dim)
         return Mamba2Step(config, self, settings) if serves else PlainStep(config, self, settings)
 
 
@@ -116,6 +120,9 @@ class Mamba2Step(MixerStep):
     def __init__(self, config: Mamba2Config, mixer: Mamba2, settings: StepSettings) -> None:
         super().__init__(config, mixer, settings)
         self.multipliers = mixer.multipliers(mixer.in_proj.weight)
+
+    def choices(self, buffers: Buffers) -> Sequence[Choice]:
+        return [step_choice(buffers["recurrent"])]
 
     def __call__(self, stream: Stream, norm: Norm | None, buffers: Buffers, position: Tensor) -> None:
         from longrecall.ops.decoding.triton.elementwise import Sum, convolve, gated_norm

@@ -20,6 +20,8 @@ from longrecall.layers.descriptions.base import MixerConfig
 from longrecall.layers.norm import Norm
 from longrecall.layers.passed import wanted, without_carried
 from longrecall.layers.stepping.stream import Stream
+from longrecall.ops.backends import Choice
+from longrecall.ops.decoding.op import RECURRENT_STEP
 
 Buffers = Mapping[str, Tensor]
 """Tensors of one layer's step by their names in its state. Convolution states are seen as ``[B, C, W - 1]`` there and
@@ -52,6 +54,13 @@ class StepSettings:
     def kernels(self) -> bool:
         """Whether a mixer may take its kernels: they have no float64."""
         return self.fused and self.dtype != torch.float64
+
+    def serves_state(self, keys: int) -> bool:
+        """Whether a mixer may take the kernels for recurrent states of so many keys."""
+        if not self.kernels:
+            return False
+        state = self.embeddings.weight.new_empty((1, 1, keys, 1), dtype=self.state_dtype)
+        return RECURRENT_STEP.why_no_kernels({"state": state}) is None
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,9 @@ class Step(Protocol):
     def tables(self) -> Sequence[Any]:
         """Steps, this one or those inside it, that look up keys and values of token ids: see `form_tables`."""
 
+    def choices(self, buffers: Buffers) -> Sequence[Choice]:
+        """Who computes the ops of this step on such buffers, which may be without memory."""
+
 
 class MixerStep:
     """Base of the steps of a mixer: how buffers are made, filled and read, as it stands for states of a fixed shape."""
@@ -127,6 +139,9 @@ class MixerStep:
         }
 
     def tables(self) -> Sequence[Any]:
+        return ()
+
+    def choices(self, buffers: Buffers) -> Sequence[Choice]:
         return ()
 
 
@@ -185,6 +200,10 @@ class NestedSteps:
 
     def tables(self) -> Sequence[Any]:
         return [table for step in self.inner.values() for table in step.tables()]
+
+    def choices(self, buffers: Buffers) -> Sequence[Choice]:
+        found = (step.choices(part_under(buffers, path)) for path, step in self.inner.items())
+        return [choice for choices in found for choice in choices]
 
 
 def part_under(tensors: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:

@@ -32,17 +32,24 @@ SWITCH = GLUON
 def why_not(x: Tensor, *others: Tensor) -> str | None:
     """Why no kernel of this package can serve `x`, in words; None = device, dtype, address and Triton are fine.
 
-    `others` are on the same device: their addresses alone are looked at. Sizes are for each kernel's caller to look at.
-    Cheap enough to be asked before every launch.
+    `others` are on the same device: their addresses alone are looked at. Sizes are for each kernel's declaration to
+    look at. Cheap enough to be asked before every launch.
     """
+    if reason := why_not_alike(x):
+        return reason
+    if any(one.data_ptr() % ALIGNED for one in (x, *others)):
+        return f"tensors in memory must begin at multiples of {ALIGNED} bytes"
+    return None
+
+
+def why_not_alike(x: Tensor) -> str | None:
+    """As `why_not`, for tensors like x, which may be without memory: addresses are not looked at."""
     if x.dtype != torch.bfloat16:
         return f"the kernels in Gluon are for bfloat16, not {str(x.dtype).removeprefix('torch.')}"
     if not x.is_cuda:
         return f"the tensors must be on a CUDA device, not on {x.device.type}"
     if not gluon_wanted():
         return f"{SWITCH} is 0"
-    if any(one.data_ptr() % ALIGNED for one in (x, *others)):
-        return f"tensors in memory must begin at multiples of {ALIGNED} bytes"
     return _remembered(x.get_device())
 
 

@@ -37,7 +37,16 @@ from longrecall.tasks.babilong.wording import (
     tell,
 )
 from longrecall.tasks.babilong.world import Draws
-from longrecall.tasks.declaration import Declaration, Flag, Headline, Make, ReportPart, TrainingSource
+from longrecall.tasks.charts import ShareMap, TaskSection
+from longrecall.tasks.declaration import (
+    Declaration,
+    Flag,
+    HarnessForm,
+    Headline,
+    Make,
+    ReportPart,
+    TrainingSource,
+)
 from longrecall.tasks.encoding import (
     IGNORE,
     ByteEncoder,
@@ -263,6 +272,22 @@ def _headlines(cells: Sequence[Mapping[str, Any]]) -> list[Headline]:
     return [Headline("stories: accuracy, all cells"), Headline(hardest, part={"length": longest})]
 
 
+_CHART = ShareMap(
+    name="babilong-map",
+    along="length",
+    rows="task",
+    axes=("length in tokens", ""),
+    keys=("task", "length"),
+    trained=True,
+    title="Stories: share of questions answered by type of story and length of the text",
+    caption="Share of questions, in percent, answered rightly about stories that are scattered through a book: one "
+    "fact needed (qa1), two (qa2), three (qa3), places beside each other (qa4), who gave what to whom (qa5).",
+    reading="How to read it: dark cells are answered; a map that stays dark to the right, beyond the dashed line where "
+    "the training length lies within it, reasons over longer texts.",
+)
+_SECTION = TaskSection("Stories in a long text", (_CHART,), tables={"exact_match": ("task", "length")})
+
+
 @dataclass(frozen=True)
 class Babilong:
     """The evaluation task: cells ``{"task", "length"}``, one story and one question per sample.
@@ -291,7 +316,8 @@ class Babilong:
         flags=(Flag("--qa", "tasks", "Q,...", "types of question", str),),
         text_option="haystack",
         source=BabilongSource,
-        report=ReportPart(("accuracy", "exact_match"), ("length",), ("task",), _headlines),
+        harness=HarnessForm(32),
+        report=ReportPart(("accuracy", "exact_match"), ("length",), ("task",), _headlines, _SECTION),
     )
 
     def __post_init__(self) -> None:

@@ -39,7 +39,10 @@ from typing import ClassVar
 import numpy as np
 
 from longrecall.errors import UserError
-from longrecall.tasks.declaration import Declaration
+from longrecall.tasks.declaration import (
+    Declaration,
+    HarnessForm,
+)
 from longrecall.tasks.encoding import (
     IGNORE,
     Cell,
@@ -61,6 +64,8 @@ from longrecall.tasks.needles.pieces import Frame, Ints, array, essay
 from longrecall.tasks.needles.wording import KINDS, Kind, draw_distinct, draw_keys, draw_values
 from longrecall.tasks.text import shipped_text
 from longrecall.tasks.wording import Wording, length_place
+
+_HARNESS = HarnessForm(128, metrics=("accuracy", "contains", "prefix_score"))
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class Needles:
     shortest_prefix: int = 1
 
     name: ClassVar[str]
-    declared: ClassVar[Declaration] = Declaration(text_option="haystack")
+    declared: ClassVar[Declaration] = Declaration(text_option="haystack", harness=_HARNESS)
     version: ClassVar[int] = 1
     highest_grades: ClassVar[Mapping[str, float]] = HIGHEST_GRADES
 
@@ -228,7 +233,7 @@ class NiahSingle1(Needles):
     """One needle with a number in a noise line that repeats."""
 
     name: ClassVar[str] = "niah_single_1"
-    declared: ClassVar[Declaration] = Declaration()
+    declared: ClassVar[Declaration] = Declaration(harness=_HARNESS)
     wording: ClassVar[Wording] = Wording(
         "one needle in noise",
         "One number is hidden in a long text of one repeated line; the model is asked for it.",
@@ -273,7 +278,7 @@ class NiahMultikey2(Needles):
     """One needle among needles with other keys."""
 
     name: ClassVar[str] = "niah_multikey_2"
-    declared: ClassVar[Declaration] = Declaration()
+    declared: ClassVar[Declaration] = Declaration(harness=_HARNESS)
     wording: ClassVar[Wording] = Wording(
         "a needle among needles",
         "The whole text is made of sentences that each give a name its number; the model is asked for one of them.",
@@ -285,7 +290,7 @@ class NiahMultikey3(Needles):
     """One needle among needles with other keys; keys and values are UUIDs."""
 
     name: ClassVar[str] = "niah_multikey_3"
-    declared: ClassVar[Declaration] = Declaration()
+    declared: ClassVar[Declaration] = Declaration(harness=_HARNESS)
     wording: ClassVar[Wording] = Wording(
         "a long needle among needles",
         "The whole text is made of sentences that each give a code its own code; the model is asked for one of them.",

@@ -1,19 +1,12 @@
-"""One decoding step on Hopper: which states of bfloat16 the recurrences in Gluon serve, and in which tiles."""
+"""One decoding step on Hopper: in which tiles the recurrences in Gluon hold states of bfloat16."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import triton
-from torch import Tensor
 
-from longrecall.ops.kernels import hopper
-
-KEYS = (64, 128, 256, 512)
-"""Keys of a state that the kernels are built for."""
-
-VALUES = 64
-"""Values of a state come in multiples of these: rows of a tile fill lines of 128 bytes."""
+from longrecall.ops.decoding.op import VALUES
 
 ROWS = 8
 """Neighbouring keys that a thread holds."""
@@ -23,14 +16,6 @@ SHARE = 8192
 
 WIDEST = 256
 """Keys up to which the delta rule's tile may have 2 * VALUES values."""
-
-
-def why_not(state: Tensor) -> str | None:
-    """Why the kernels cannot serve a state ``[B, H, K, V]``, in words; None = they can."""
-    K, V = state.shape[2:]
-    if K not in KEYS or V % VALUES:
-        return f"states must have {', '.join(map(str, KEYS))} keys and a multiple of {VALUES} values, not {K} x {V}"
-    return hopper.why_not(state)
 
 
 def width(K: int, V: int, *, delta: bool) -> int:

@@ -14,14 +14,25 @@ import triton.language as tl
 from torch import Tensor
 
 from longrecall.ops.decoding.hopper import recurrence as hopper_decoding
+from longrecall.ops.decoding.op import STEP
 from longrecall.ops.kernels.dependent_launch import wait_for_previous, wait_if_prefetching, wait_unless_prefetching
-from longrecall.ops.kernels.launch import interpreting, kernel, processors
+from longrecall.ops.kernels.launch import interpreting, kernel, processors, why_not_tensors
 
 GATES = {None: 0, "fixed": 1, "delta": 2, "channel": 3, "step": 4}
 """How the log decay forms: not at all; given per head; -exp(A) softplus(a + b); log sigmoid per channel; Mamba-2's."""
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+MOST_KEYS = 1024
+"""Keys of a state that a program of the delta rule holds at most."""
+
+
+def why_not(state: Tensor) -> str | None:
+    """Why a state ``[B, H, K, V]`` cannot be served, in words; None = it can."""
+    if state.shape[2] > MOST_KEYS:
+        return f"a state has at most {MOST_KEYS} keys, not {state.shape[2]}"
+    return why_not_tensors(state)
 
 
 @triton.jit
@@ -281,7 +292,8 @@ def recurrence(
     """
     batch, heads, K, V = state.shape
     out = torch.empty(batch, heads, V, device=state.device, dtype=torch.float32)
-    few = batch * heads * triton.cdiv(V, 64) <= processors(state)
+    busy = processors(state)
+    few = batch * heads * triton.cdiv(V, 64) <= busy
     arguments = (
         q, k, v,
         *(state if x is None else x for x in (gate.raw, gate.bias, gate.A_log, skip, beta)),
@@ -295,8 +307,7 @@ def recurrence(
         "HEADS": heads, "KEY_HEADS": key_heads, "SHARE": share, "VALUE_HEADS": value_heads, "K": K, "V": V,
         "GATE": GATES[gate.kind], "DELTA": beta is not None, "NORMALISE": normalise, "SKIP": skip is not None,
     }  # fmt: skip
-    wanted = tile is None and not few and state.dtype == torch.bfloat16
-    if wanted and hopper_decoding.why_not(state) is None:
+    if tile is None and not few and STEP.serves(state, keys=K, values=V, states=batch * heads, processors=busy):
         hopper_decoding.launch(arguments, batch * heads, constants)
         return out
     BK, BV, warps = tile or _tile(K, V, delta=beta is not None, few=few)

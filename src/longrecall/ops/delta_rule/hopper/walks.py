@@ -1,4 +1,4 @@
-"""Launches of the gated delta rule's walks in Gluon, and when they serve better than the plain ones."""
+"""Launches of the gated delta rule's walks in Gluon."""
 
 from __future__ import annotations
 
@@ -6,31 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from longrecall.ops.kernels import hopper, launch
-
 if TYPE_CHECKING:
     from longrecall.ops.delta_rule.triton.plan import Plan
-
-WIDTH = 128
-"""Key and value channels of the states that these kernels hold."""
-
-FEWEST = 3
-"""One state for so many multiprocessors is enough for whole states to be as fast as halves and segments: measured."""
-
-
-def serve(plan: Plan, *tensors: Tensor) -> bool:
-    """Whether walks that read these bfloat16 tensors, v first, by asynchronous copies run here."""
-    fits = plan.key_width == WIDTH and plan.value_width == WIDTH
-    return fits and hopper.why_not(*tensors) is None
-
-
-def serve_forward(plan: Plan, *tensors: Tensor) -> bool:
-    """As `serve`, and there are enough states for a walk forward.
-
-    A program holds a whole state. Where most multiprocessors would have none, plain kernels keep more of them busy:
-    they hold halves, and walk forward in segments side by side. No walk back has segments.
-    """
-    return plan.rows * plan.heads * FEWEST > launch.processors(tensors[0]) and serve(plan, *tensors)
 
 
 def walk(plan: Plan, tensors: tuple[Tensor | None, ...], read: bool) -> None:

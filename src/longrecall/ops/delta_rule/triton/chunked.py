@@ -20,22 +20,18 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from longrecall.ops.delta_rule.hopper import walks
+from longrecall.ops.delta_rule.hopper_kernels import INVERSE, KEYS, WALK, WALK_BACK
 from longrecall.ops.delta_rule.triton import segments as delta_split
 from longrecall.ops.delta_rule.triton.backward import keys_kernel, values_kernel, walk_back_kernel
 from longrecall.ops.delta_rule.triton.forward import walk_kernel
 from longrecall.ops.delta_rule.triton.gate_gradients import finish_gates
 from longrecall.ops.delta_rule.triton.inverse import invert_kernel
 from longrecall.ops.delta_rule.triton.plan import SIZE, Plan, plan_of
-from longrecall.ops.kernels import hopper, launch
-from longrecall.ops.kernels.launch import interpreting, on_device, why_not_tensors
+from longrecall.ops.delta_rule.widths import WIDTHS, built_width
+from longrecall.ops.kernels import launch
+from longrecall.ops.kernels.launch import on_device, why_not_tensors
 from longrecall.ops.kernels.part_sums import added, part_sums
 from longrecall.ops.linear_attention.chunked import STRONGEST_DECAY
-
-WIDTHS = (64, 128, 256)
-"""Key and value widths the kernels are built for on a GPU."""
-
-INTERPRETED_WIDTHS = (16, 32, *WIDTHS)
-"""The same under Triton's interpreter, which has no warp groups: small sizes are for its sake."""
 
 WIDEST_FLOAT32_KEYS = 128
 """Wider keys in products of float32 do not fit into registers: most of the state would live in memory."""
@@ -56,11 +52,6 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Ten
     if beta.shape[0] * beta.shape[2] > MOST_STATES:
         return f"a call has at most {MOST_STATES} states, not {beta.shape[0]} rows of {beta.shape[2]} heads"
     return why_not_tensors(q, k, v)
-
-
-def built_width(width: int) -> int:
-    """The least width of at least `width` channels for which there are kernels."""
-    return next(built for built in (INTERPRETED_WIDTHS if interpreting() else WIDTHS) if built >= width)
 
 
 def gated_delta_rule(
@@ -145,7 +136,7 @@ def _invert(plan: Plan, k: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[Ten
     shape = (plan.rows, plan.heads, plan.chunks * SIZE)
     cumulative = log_decay.new_empty(shape)
     inverse = k.new_empty((*shape, SIZE), dtype=plan.kept)
-    if hopper.why_not(k) is None:
+    if INVERSE.serves(k):
         from longrecall.ops.delta_rule.hopper import inverse as on_hopper
 
         on_hopper.invert_kernel[(plan.chunks * plan.heads, plan.rows)](
@@ -170,7 +161,7 @@ def _walk(
     processors = launch.processors(q)
     parts = plan.parts(processors) if read else plan.subheads
     grid = (plan.value_width // plan.value_block, plan.rows * plan.value_heads)
-    whole = walks.serve_forward(plan, v, q, k, inverse)
+    whole = WALK.serves(v, q, k, inverse, **plan.widths, states=plan.rows * plan.heads, processors=processors)
     segments = 1 if whole else launch.segments(grid[0] * grid[1] * parts, plan.chunks, processors, products=True)
     # Without queries there is room for one more chunk on its way.
     walking = plan.walking(2 if read or plan.kept == torch.float32 else 3)
@@ -277,7 +268,7 @@ def group_backward(
     _, _, states, corrections = _walk(plan, inputs, solved, read=False)
     d_states, d_targets = torch.empty_like(states), torch.empty_like(corrections)
     tensors = (q, k, beta, weights, cumulative, inverse, d_out, d_final, d_state, d_states, d_targets)
-    if walks.serve(plan, v, q, k, d_out, inverse):
+    if WALK_BACK.serves(v, q, k, d_out, inverse, **plan.widths):
         walks.walk_back(plan, tensors)
     else:
         walk_back_kernel[(plan.value_width // plan.value_block, plan.rows * plan.heads)](
@@ -301,7 +292,7 @@ def _keys_backward(plan: Plan, inputs: tuple[Any, ...], walked: tuple[Tensor, ..
     q, k, _, log_decay, beta, weights, _ = inputs
     d_q, d_k, _, d_log_decay, d_beta, _ = into
     block = plan.key_tile
-    explicit = plan.key_width == plan.value_width == 128 and hopper.why_not(q, k, d_q, d_k, *walked) is None
+    explicit = KEYS.serves(q, k, d_q, d_k, *walked, **plan.widths)
     blocks = 1 if explicit else plan.key_width // block
     # Value heads of one key head share its queries and keys: theirs add up afterwards, in float32.
     shared = plan.heads // plan.key_heads

@@ -20,6 +20,7 @@ from torch.nn import functional
 from longrecall.ops.convolution.triton import short as convolution
 from longrecall.ops.convolution.triton.short import laid_out
 from longrecall.ops.delta_rule.triton import chunked as delta_rule
+from longrecall.ops.delta_rule.widths import WIDTHS, built_width
 from longrecall.ops.expansion.triton import expansion
 from longrecall.ops.kernels.launch import on_device
 from longrecall.ops.kernels.part_sums import added
@@ -86,8 +87,8 @@ def expanded_delta_rule(
 def why_not(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor, **_: Any) -> str | None:
     """Why a layer's heads cannot go through convolution and delta rule without a copy, in words; None = they can."""
     for name, width in (("key", q.shape[3]), ("value", v.shape[3])):
-        if not 1 <= width <= delta_rule.WIDTHS[-1] or delta_rule.built_width(width) != width:
-            built = ", ".join(map(str, delta_rule.WIDTHS))
+        if not 1 <= width <= WIDTHS[-1] or built_width(width) != width:
+            built = ", ".join(map(str, WIDTHS))
             return f"heads with a {name} width of {width} would have to be filled up; kernels are built for {built}"
     return delta_rule.why_not(q, k, v, log_decay, beta)
 

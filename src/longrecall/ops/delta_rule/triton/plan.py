@@ -69,6 +69,11 @@ class Plan:
         return self.rows, self.heads, self.key_width, self.value_width
 
     @property
+    def widths(self) -> dict[str, int]:
+        """Key and value channels of a state."""
+        return {"keys": self.key_width, "values": self.value_width}
+
+    @property
     def heads_of(self) -> dict[str, int]:
         return {"KEY_HEADS": self.key_heads, "HEADS": self.heads}
 

@@ -6,29 +6,13 @@ import torch
 import triton
 from torch import Tensor
 
-from longrecall.ops.kernels import hopper
 from longrecall.ops.kernels.launch import on_device
-
-WIDTHS = (64, 128)
-"""Widths of heads that the kernels are built for."""
 
 FORWARDS, BACKWARDS = 2, 2
 """Programs of either kernel that share a multiprocessor: what they wait for is hidden by each other."""
 
 REGISTERS = 256
 """Registers that a multiprocessor has for each thread of 8 warps."""
-
-
-def why_not(y: Tensor, weight: Tensor, grafted: Tensor | None = None) -> str | None:
-    """Why the kernels cannot expand y ``[B, T, H, D]`` with a weight ``[H, D, F]``, in words; None = they can.
-
-    `grafted`, as y, is read by asynchronous copies.
-    """
-    if y.shape[3] not in WIDTHS:
-        return f"heads must be {' or '.join(map(str, WIDTHS))} wide, not {y.shape[3]}"
-    if weight.dtype != y.dtype:
-        return "the heads and the expansion have different dtypes"
-    return hopper.why_not(y) if grafted is None else hopper.why_not(y, grafted)
 
 
 def forward(

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from longrecall.ops.convolution.triton import short as convolution
 from longrecall.ops.convolution.triton.short import convolve_heads, laid_out
 from longrecall.ops.expansion.hopper import expansion as hopper
+from longrecall.ops.expansion.hopper_kernels import EXPANSION
 from longrecall.ops.expansion.triton.forward import TOKENS, forward_kernel
 from longrecall.ops.kernels.launch import arithmetic, interpreting, on_device, processors, why_not_tensors
 
@@ -153,7 +154,8 @@ def backward(
 
 def serves_on_hopper(y: Tensor, weight: Tensor, grafted: Tensor | None) -> bool:
     """Whether the kernels in Gluon serve `forward`, whose first arguments these are, and its `backward`."""
-    return hopper.why_not(y, weight, grafted) is None
+    copied = (y,) if grafted is None else (y, grafted)
+    return EXPANSION.serves(*copied, width=y.shape[3], dtype=y.dtype, weight_dtype=weight.dtype)
 
 
 def parts(y: Tensor, taps: Tensor, on_hopper: bool) -> int:
