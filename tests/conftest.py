@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.interpreter import prepare_once_a_launch
+from tests.interpreter import quicken
 
 if not torch.cuda.is_available():
     # Triton decides when it is imported whether kernels are interpreted, and any test may import it first.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Compiled files are kept, also where the environment is against it: pytest rewrites every assertion of the suite, which
+# takes each worker half of its time to collect the tests.
+sys.dont_write_bytecode = False
 
 MIXERS: dict[str, dict[str, Any]] = {
     "gla": {"type": "gla", "num_heads": 2, "key_dim": 8, "value_dim": 16},
@@ -81,8 +86,8 @@ def one_thread() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def quick_interpreter() -> Iterator[None]:
-    """Kernels in Triton's interpreter take half the time."""
+def quick_interpreter() -> Iterator[pytest.MonkeyPatch]:
+    """Kernels in Triton's interpreter take less than half of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        prepare_once_a_launch(patch)
-        yield
+        quicken(patch)
+        yield patch
