@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -70,6 +71,20 @@ MIXERS["retrieval"] = {"type": "retrieval", "base": MIXERS["gla_conv"], "chunk":
 GROWING = ("attention", "base_conv_implicit", "hyena", "hymba", "retrieval")
 RECURRENT = {name: mixer for name, mixer in MIXERS.items() if not name.startswith(GROWING)}
 """Those whose whole state has a fixed size."""
+
+
+def pytest_collection_finish() -> None:
+    """Leave the tests themselves and all that they have imported out of garbage collection.
+
+    There are millions of such objects, and transformers' Trainer collects garbage at the end of each run.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter take everything down at its end."""
+    gc.unfreeze()
 
 
 class PlainBytes:
