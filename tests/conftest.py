@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.interpreter import prepare_once_a_launch
+from tests.interpreter import quicken
 
 if not torch.cuda.is_available():
     # Triton decides when it is imported whether kernels are interpreted, and any test may import it first.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Compiled files are kept, also where the environment is against it: pytest rewrites every assertion of the suite, which
+# takes each worker half of its time to collect the tests.
+sys.dont_write_bytecode = False
 
 MIXERS: dict[str, dict[str, Any]] = {
     "gla": {"type": "gla", "num_heads": 2, "key_dim": 8, "value_dim": 16},
@@ -85,6 +91,20 @@ RECURRENT = {name: mixer for name, mixer in MIXERS.items() if not name.startswit
 """Those whose whole state has a fixed size."""
 
 
+def pytest_collection_finish() -> None:
+    """Leave the tests themselves and all that they have imported out of garbage collection.
+
+    There are millions of such objects, and transformers' Trainer collects garbage at the end of each run.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter take everything down at its end."""
+    gc.unfreeze()
+
+
 class PlainBytes:
     """The byte tokenizer without special tokens: nothing opens a text."""
 
@@ -99,8 +119,8 @@ def one_thread() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def quick_interpreter() -> Iterator[None]:
-    """Kernels in Triton's interpreter take half the time."""
+def quick_interpreter() -> Iterator[pytest.MonkeyPatch]:
+    """Kernels in Triton's interpreter take less than half of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        prepare_once_a_launch(patch)
-        yield
+        quicken(patch)
+        yield patch

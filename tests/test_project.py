@@ -129,17 +129,6 @@ def test_files_and_functions_stay_readable(path: Path) -> None:
             assert lines <= 60, f"{node.name} has {lines} lines; split it"
 
 
-def test_every_module_imports_without_the_extras() -> None:
-    modules = [name for name in map(module_name, FILES) if name not in NEED_EXTRAS]
-    code = (
-        "import importlib, sys\n"
-        f"for name in {OPTIONAL!r}: sys.modules[name] = None\n"
-        "for name in sys.argv[1:]: importlib.import_module(name)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def declared(extra: str | None = None) -> set[str]:
     """Names under which packages are imported: of the base dependencies, or of an extra."""
     project = PROJECT["project"]
@@ -206,16 +195,14 @@ def test_public_names() -> None:
         _ = longrecall.nonsense  # type: ignore[attr-defined]
 
 
-def test_auto_classes_know_longrecall_in_any_order_of_imports() -> None:
-    """Each order in a process of its own that has torch and no more: one process forks them all."""
-    orders = [
-        "import longrecall",
-        "import transformers; import longrecall",
-        "from transformers import AutoModelForCausalLM, AutoConfig; import longrecall",
-        "from longrecall import RecurrentLM",
-        "from longrecall.models.config import RecurrentConfig",
-    ]
-    check = """
+ORDERS = (
+    "import longrecall",
+    "import transformers; import longrecall",
+    "from transformers import AutoModelForCausalLM, AutoConfig; import longrecall",
+    "from longrecall import RecurrentLM",
+    "from longrecall.models.config import RecurrentConfig",
+)
+AUTO_CLASSES = """
 from transformers import AutoConfig, AutoModelForCausalLM
 mixer = {"type": "gla", "num_heads": 1, "key_dim": 2, "value_dim": 2}
 config = AutoConfig.for_model("longrecall", hidden_size=4, layers=[{"mixer": mixer}])
@@ -223,17 +210,35 @@ model = AutoModelForCausalLM.from_config(config)
 from longrecall.models import config as home, recurrent_lm
 assert type(config) is home.RecurrentConfig and type(model) is recurrent_lm.RecurrentLM
 """
-    fork = f"""
-import os, sys, torch
-assert not {{"transformers", "longrecall"}} & sys.modules.keys()
-for order in {orders!r}:
+WITHOUT_EXTRAS = """
+# torch has brought some along.
+for name in (*OPTIONAL, *(name for name in sys.modules if name.split(".")[0] in OPTIONAL)): sys.modules[name] = None
+for name in MODULES: importlib.import_module(name)
+"""
+FORK = """
+import importlib, os, sys
+import torch, torch._dynamo, torch.distributed.tensor, torch.utils.checkpoint
+import huggingface_hub, safetensors.torch, tokenizers
+assert not {"transformers", "longrecall"} & sys.modules.keys()
+for code in CODES:
     child = os.fork()
     if not child:
-        exec(order + {check!r})
+        exec(code)
         os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, order
+    assert os.waitpid(child, 0)[1] == 0, code
 """
-    done = subprocess.run([sys.executable, "-c", fork], capture_output=True, text=True, check=False)
+
+
+def test_imports_in_new_processes() -> None:
+    """Every module imports without the extras, and transformers' Auto classes know longrecall in any order of imports.
+
+    Each is tried in a process that has imported nothing of ours, nor transformers or an extra: one process with torch
+    and what else the two need forks them all.
+    """
+    modules = [name for name in map(module_name, FILES) if name not in NEED_EXTRAS]
+    codes = [WITHOUT_EXTRAS, *(order + AUTO_CLASSES for order in ORDERS)]
+    given = f"OPTIONAL, MODULES, CODES = {OPTIONAL!r}, {modules!r}, {codes!r}"
+    done = subprocess.run([sys.executable, "-c", given + FORK], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

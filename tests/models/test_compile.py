@@ -28,7 +28,7 @@ KINDS = ("gla_conv", "gated_delta_net", "kda", "mamba2", "mamba")
 def model_of(mixer: dict[str, Any], device: str) -> RecurrentLM:
     torch.manual_seed(0)
     layer = {"mixer": mixer, "mlp_size": 24}
-    return RecurrentLM(RecurrentConfig(vocab_size=32, hidden_size=16, layers=[layer, layer])).to(device)
+    return RecurrentLM(RecurrentConfig(vocab_size=32, hidden_size=16, layers=[layer])).to(device)
 
 
 def outcome(model: RecurrentLM, ids: Tensor, state: RecurrentState) -> dict[str, Tensor]:

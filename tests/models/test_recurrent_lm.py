@@ -104,11 +104,11 @@ def test_greedy_generation_with_left_padding_equals_without(name: str) -> None:
     rows = torch.cat([torch.full((2, 9), 257), x], 1)
     rows[1, :20] = 257
     mask = (rows != 257).long()
-    # Without an end token every row has 8 new ones; a row that stops early is padded to the length of its batch.
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    # Without an end token every row has 5 new ones; a row that stops early is padded to the length of its batch.
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     batch = model.generate(rows, attention_mask=mask, **options)
-    alone = [model.generate(rows[i : i + 1, mask[i] == 1], **options)[0, -8:] for i in range(2)]
-    assert torch.equal(batch[:, -8:], torch.stack(alone))
+    alone = [model.generate(rows[i : i + 1, mask[i] == 1], **options)[0, -5:] for i in range(2)]
+    assert torch.equal(batch[:, -5:], torch.stack(alone))
     without_cache = model.generate(rows, attention_mask=mask, use_cache=False, **options)
     assert torch.equal(batch, without_cache)
 
@@ -130,7 +130,7 @@ def test_beams_and_samples(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_generation_from_a_carried_state_equals_reading_everything(name: str) -> None:
     model, x = build(name), tokens(2, 20)
-    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     # Of two beams of two rows, the first of each shows a state that went to the wrong row.
     whole = {beams: model.generate(x, num_beams=beams, **options)[:, 20:] for beams in (1, 2)}
     options["attention_mask"] = torch.ones_like(x)
@@ -141,11 +141,13 @@ def test_generation_from_a_carried_state_equals_reading_everything(name: str) ->
         for beams, expected in whole.items():
             rest = model.generate(x[:, cut:], past_key_values=state, num_beams=beams, **options)
             assert torch.equal(rest[:, 20 - cut :], expected), (cut, beams)
-            # transformers also takes the whole prompt beside a state that has read a part of it.
-            again = model.generate(x, past_key_values=state, num_beams=beams, **options)
-            assert torch.equal(again[:, 20:], expected), (cut, beams)
-        spread = model.generate(x[:, cut:], past_key_values=state.repeat_rows(2), num_beams=2, **options)
-        assert torch.equal(spread[:, 20 - cut :], whole[2]), cut
+        # transformers also takes the whole prompt beside a state that has read a part of it, of each beam or of a row.
+        beams = 1 if cut == 1 else 2
+        again = model.generate(x, past_key_values=state, num_beams=beams, **options)
+        assert torch.equal(again[:, 20:], whole[beams]), (cut, beams)
+        if cut == 13:
+            spread = model.generate(x[:, cut:], past_key_values=state.repeat_rows(2), num_beams=2, **options)
+            assert torch.equal(spread[:, 20 - cut :], whole[2]), cut
         for layer, copy in zip(state.layers, copies.layers, strict=True):
             assert all(torch.equal(layer[n], copy[n]) for n in layer)
 

@@ -81,21 +81,13 @@ def test_a_compiled_run_trains_the_same(
     assert weights(tmp_path / "plain" / "final").keys() == weights(tmp_path / "out" / "final").keys()
 
 
-def test_code_is_made_once_for_each_way_to_call_a_layer(
-    make_short: MakeRecipe, tmp_path: Path, compilations: list[str]
-) -> None:
-    train(make_short(f"run.output={tmp_path / 'plain'}"))
-    assert not compilations
-    train(make_short("run.compile=true"))
-    # Once without and once with a state, in a piece or two, and nothing new in the batches after the first two.
-    assert 2 <= len(compilations) <= 4
-
-
 def test_a_compiled_run_resumes_exactly_and_goes_on_without_the_compiler(
-    make_short: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_short: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compilations: list[str]
 ) -> None:
     options = ("run.compile=true", "run.save_every=1")
     whole = train(make_short(*options, f"run.output={tmp_path / 'whole'}"))
+    # Once for each way to call a layer: without and with a state, in a piece or two; nothing new after two batches.
+    assert 2 <= len(compilations) <= 4
     with monkeypatch.context() as patch:
         kill_after(patch, 3)
         with pytest.raises(Killed):
@@ -103,8 +95,10 @@ def test_a_compiled_run_resumes_exactly_and_goes_on_without_the_compiler(
     shutil.copytree(tmp_path / "out", tmp_path / "plain")
     assert train(make_short(*options), resume=True) == whole
     assert equal(weights(tmp_path / "whole" / "final"), weights(tmp_path / "out" / "final"))
+    made = len(compilations)
     changed = (f"run.output={tmp_path / 'plain'}", "run.compile=false")
     assert same_losses(train(make_short(*options, *changed), resume=True), whole)
+    assert len(compilations) == made
 
 
 @pytest.mark.parametrize(
