@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from longrecall.models.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint
 from longrecall.models.formats import FORMATS
@@ -41,7 +42,7 @@ def changed(read: dict[str, Any], written: dict[str, Any], place: str = "") -> l
 
 
 def assert_round_trip(folder: Path, out: Path) -> None:
-    """Check that a checkpoint is read, kept as a native one at `out`, and written back without a change."""
+    """Check that a checkpoint is read, kept as a native one at `out`, and written to `out`/stock without a change."""
     native = as_native(folder, out)
     origin = native.origin
     assert origin is not None
@@ -57,6 +58,9 @@ def assert_round_trip(folder: Path, out: Path) -> None:
     plan = layout.plan(origin.spelt)
     written = dict(plan.foreign_tensors(native.read)) | {name: origin.read(name) for name in origin.travelling}
     written |= {copy: native.read(layout.copies[copy]) for copy in layout.copies if copy in origin.spelt}
+    (out / "stock").mkdir()
+    save_file(written, out / "stock" / "model.safetensors", metadata={"format": "pt"})
+    (out / "stock" / "config.json").write_text(json.dumps(raw))
     stored = open_weights(folder, form.allow_torch)
     kept = [name for name in stored.names() if not name.endswith(layout.ignored_suffixes or ("\0",))]
     assert sorted(written) == kept
