@@ -33,7 +33,7 @@ def ids(rows: int = 2, length: int = LENGTH) -> Tensor:
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    """float32 sums in another order, through a few layers, of logits of size 1 to 5: the bound that users are promised."""
+    """float32 sums in another order, of logits of size 1 to 5: the bound that users are promised."""
     torch.testing.assert_close(found.float(), expected.float(), rtol=1e-4, atol=1e-4)
 
 
