@@ -147,7 +147,8 @@ def test_a_forward_pass_may_move_weights(recorded: None) -> None:
 
     model.forward = moving
     generate(model)
-    assert len(model.captured_steps) == 1 and first not in model.captured_steps.values()
+    steps = [kept for key, kept in model.captured_steps.items() if key[0] == "step"]
+    assert len(steps) == 1 and first not in steps
 
 
 def test_few_are_kept_and_the_oldest_goes_first(recorded: None) -> None:
@@ -236,7 +237,8 @@ def test_without_memory_the_plain_path_goes_on(
                 found = generate(model)
         assert torch.equal(found, expected)
         assert not model.captured_steps and all(step() is None for step in made)
-    assert len(made) == 2
+    # A capture is tried a second time, once the segments that were kept are gone.
+    assert len(made) == 3
 
 
 def test_steps_and_segments_have_no_gradients() -> None:

@@ -201,9 +201,8 @@ def test_a_step_made_in_inference_mode_serves_outside_of_it(name: str) -> None:
         assert torch.equal(steps[0](), steps[1]())
 
 
-def test_prompts_are_read_in_one_pass() -> None:
-    assert "layer 0 (attention)" in str(why_no_room(model_of("full"), 100))
-    assert "layer 0 (hymba)" in str(why_no_room(model_of("hymba"), 100))
+def test_prompts_may_be_read_in_segments() -> None:
+    assert why_no_room(model_of("full"), 100) is None and why_no_room(model_of("hymba"), 100) is None
 
 
 @pytest.mark.parametrize(

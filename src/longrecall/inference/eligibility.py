@@ -17,7 +17,7 @@ from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
 from longrecall.models.state import RecurrentState
 
 MOST_ROOM = 131072
-"""Tokens of a prompt that is read in segments by a model with retrieval: their keys and values stay in memory."""
+"""Tokens of a prompt that is read in segments by a model with retrieval or attention, whose keys stay in memory."""
 
 
 def why_no_graph(model: RecurrentLM) -> str | None:
@@ -70,7 +70,7 @@ def why_no_room(model: RecurrentLM, columns: int) -> str | None:
     if why_not_fixed(model) is None:
         return None
     if columns > MOST_ROOM:
-        return f"retrieval layers get room for {MOST_ROOM} tokens at most"
+        return f"growing states get room for {MOST_ROOM} tokens at most"
     return _first_reason(model, lambda mixer: mixer.why_not_in_segments(LENGTHS[0]))
 
 

@@ -50,7 +50,7 @@ def captured_step(model: RecurrentLM, batch: int, room: int = 0, where: Where = 
 def captured_segments(model: RecurrentLM, batch: int, columns: int = 0, where: Where = None) -> CapturedSegments:
     """Return the model's segments for reading prompts of `batch` rows, each captured when it is first needed.
 
-    `columns`: tokens of the prompt, for which a model with retrieval layers must have room; others need none.
+    `columns`: tokens of the prompt, for which a model with growing states must have room; others need none.
     """
     room = 0 if why_not_fixed(model) is None else rounded_room(columns)
     key = ("segments", batch, *([room] if room else []))
@@ -72,8 +72,8 @@ def read_prompt(
 ) -> tuple[Tensor, RecurrentState]:
     """Read ids ``[B, T]`` from `state` (None = zeros): logits ``[B, vocab]`` of the last token, and the new state."""
     columns = ids.shape[1]
-    if segments.memory is not None and state is not None:
-        raise ValueError("segments of a model with retrieval layers begin with the first token; read this in one pass")
+    if segments.from_the_start and state is not None:
+        raise ValueError("segments of a model with growing states begin with the first token; read this in one pass")
     captured = columns - columns % segments.longest
     if captured < columns and segments.reads_rests():
         captured = columns

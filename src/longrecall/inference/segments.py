@@ -3,7 +3,8 @@
 A forward pass of a few thousand tokens is hundreds of short launches, which a GPU ends sooner than Python sends them.
 With a state of fixed shape a segment is the same work every time, as a decoding step is (inference/step.py). What is
 left of a prompt fills a part of a last segment; the other tokens there are padding, which no mixer's state notices.
-Retrieval layers, whose state grows, write into a memory for the whole prompt (layers/retrieval/prompt_memory.py).
+Retrieval layers, whose state grows, write into a memory for the whole prompt (layers/retrieval/prompt_memory.py), and
+attention layers into caches with room for it: there is a graph for every place in the prompt then.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from longrecall.layers.retrieval.module import Retrieval
 from longrecall.layers.retrieval.prompt_memory import PromptMemory
 from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
 from longrecall.models.state import RecurrentState
-from longrecall.ops.execution import padding_at_the_end
+from longrecall.ops.execution import columns_in_order, padding_at_the_end
 
 LENGTHS = (512, 1024, 2048, 4096)
 """Tokens of segments. Fewer than the first take a GPU nearly as long, as it then waits for weights and launches."""
@@ -34,10 +35,12 @@ EAGER_FIRST = 1
 
 
 class Kind(NamedTuple):
-    """What there is one graph for: so many tokens, the last of which are padding or not."""
+    """What there is one graph for: so many tokens, the last of which are padding or not, from column `start` on."""
 
     length: int
     padded: bool
+    start: int = 0
+    """Of a model with caches; 0 for all others, which read the same way everywhere."""
 
 
 class StateBlocks:
@@ -50,6 +53,8 @@ class StateBlocks:
         self.places: dict[Any, list[tuple[int, str]]] = {}
         for index, layer in enumerate(state.layers):
             for name, tensor in layer.items():
+                if _is_cache(layer, name):
+                    continue
                 self.places.setdefault((tensor.shape, tensor.dtype), []).append((index, name))
         self.blocks = {
             (shape, dtype): torch.zeros((len(places), *shape), dtype=dtype, device=state.position.device)
@@ -87,11 +92,46 @@ class StateBlocks:
         return RecurrentState(self._views(copies, len(self.layers)), self.position.clone(), length)
 
 
+def _is_cache(layer: LayerState, name: str) -> bool:
+    """Whether a tensor of a layer's state before the first token has a column for every token, with its position."""
+    return layer[name].dim() > 1 and not layer[name].shape[1] and f"{name[: name.rfind('.') + 1]}position" in layer
+
+
+class Caches:
+    """The growing tensors of a state ``[B, S, ...]``, with room for so many columns; empty for a model without any."""
+
+    def __init__(self, state: RecurrentState, room: int) -> None:
+        self.room = room
+        self.layers: list[dict[str, Tensor]] = [
+            {
+                name: tensor.new_zeros((tensor.shape[0], room, *tensor.shape[2:]))
+                for name, tensor in layer.items()
+                if _is_cache(layer, name)
+            }
+            for layer in state.layers
+        ]
+        self.any = any(self.layers)
+
+    def beside(self, layers: tuple[LayerState, ...], columns: int) -> tuple[LayerState, ...]:
+        """Those states, and the first so many columns of the caches: views."""
+        if not self.any:
+            return layers
+        views = ({name: tensor[:, :columns] for name, tensor in cache.items()} for cache in self.layers)
+        return tuple({**layer, **cache} for layer, cache in zip(layers, views, strict=True))
+
+    def write(self, layers: tuple[LayerState, ...], start: int, length: int) -> None:
+        """Copy the columns from `start` on; what the last segment has too much there is for nobody to read."""
+        for cache, layer in zip(self.layers, layers, strict=True):
+            for name, tensor in cache.items():
+                tensor[:, start : start + length].copy_(layer[name][:, start : start + length])
+
+
 class CapturedSegments:
     """Segments of one batch size that read on and on into a state of their own, each captured on its first use.
 
     Off a GPU the same work runs eagerly. `lengths`: tokens of segments, ascending. `room`: tokens of the
-    longest prompt, a multiple of the last, for a model with retrieval layers, which reads from the first token on only.
+    longest prompt, a multiple of the last, for a model with retrieval or attention layers, which reads from the first
+    token on only.
     """
 
     # Made in inference mode, the state could not be written outside of it.
@@ -104,11 +144,18 @@ class CapturedSegments:
         self.lengths, self.longest = lengths, lengths[-1]
         self.ids = {length: torch.zeros(batch, length, dtype=torch.long, device=model.device) for length in lengths}
         self.count = torch.ones(1, dtype=torch.long, device=model.device)
-        self.state = StateBlocks(model.zero_state(batch))
+        zero = model.zero_state(batch)
+        self.state, self.caches = StateBlocks(zero), Caches(zero, room)
+        self.seen: set[Kind] = set()
         layers = [cast(RecurrentLayer, layer) for layer in model.model.layers]
         self.retrieval = [cast(Retrieval, x.mixer) if x.mixer_config.reads_tokens else None for x in layers]
         looking = [layer for layer in self.retrieval if layer is not None]
         self.memory = PromptMemory(looking, batch, room) if looking else None
+        self.room = room if self.memory is None else self.memory.capacity
+        self.windows = [
+            {f"{path}{inner}": size for path, part in layer.parts() for inner, size in part.windows().items()}
+            for layer in model.config.layer_configs()
+        ]
         self.logits = torch.zeros(0, device=model.device)
         self.graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self.rests = 0
@@ -118,10 +165,11 @@ class CapturedSegments:
         ids, mask = self.ids[kind.length], None
         if kind.padded:
             mask = (torch.arange(kind.length, device=ids.device) < self.count).expand(ids.shape)
-        before = RecurrentState(self.state.layers, self.state.position)
+        before = RecurrentState(self.caches.beside(self.state.layers, kind.start), self.state.position)
         embed = self.body.embeddings
         context = None if self.memory is None else self.memory.segment(ids, before.position, embed)
-        with nullcontext() if mask is None else padding_at_the_end(mask):
+        promise = columns_in_order() if self.caches.any else nullcontext()
+        with promise, nullcontext() if mask is None else padding_at_the_end(mask):
             hidden, after, _, _ = self.body(embed(ids), before, mask, context=context)
         last = hidden[:, -1] if mask is None else hidden.index_select(1, self.count - 1)[:, 0]
         logits = self.logit_scale(self.lm_head(last))
@@ -130,6 +178,7 @@ class CapturedSegments:
                 self.logits = torch.empty_like(logits)
         self.logits.copy_(logits)
         self.state.write(after.layers, after.position)
+        self.caches.write(after.layers, kind.start, kind.length)
 
     def _capture(self, kind: Kind) -> None:
         """Record a segment; the state is unspecified afterwards."""
@@ -144,12 +193,16 @@ class CapturedSegments:
         """Capture what a prompt of so many columns needs and has not been captured; the state is unspecified then."""
         if self.device.type == "cuda":
             for kind in dict.fromkeys(kind for kind, _ in self._pieces(columns)):
-                if kind not in self.graphs:
+                # Far into a prompt a graph serves that one place: it is worth its while from the second time on.
+                if kind not in self.graphs and (not kind.start or kind in self.seen):
                     self._capture(kind)
+                self.seen.add(kind)
 
     def export(self, ids: Tensor, length: int) -> RecurrentState:
         """A copy of the state after the prompt ids ``[B, T]`` as one that has seen `length` columns."""
         state = self.state.export(length)
+        if self.caches.any:
+            state = replace(state, layers=self._with_caches(state, ids.shape[1]))
         if self.memory is None:
             return state
         layers = list(state.layers)
@@ -159,6 +212,18 @@ class CapturedSegments:
                 layers[index] = {**layers[index], "chunk": vectors.clone()}
         return replace(state, layers=tuple(layers), context=ids.int())
 
+    def _with_caches(self, state: RecurrentState, columns: int) -> tuple[LayerState, ...]:
+        """The layers' states with copies of their caches after so many columns, without what no window reaches."""
+        layers = []
+        for index, whole in enumerate(self.caches.beside(state.layers, columns)):
+            layer, own = dict(whole), self.caches.layers[index]
+            for name in own:
+                path = name[: name.rfind(".") + 1]
+                first = max(0, columns + 1 - self.windows[index][path]) if path in self.windows[index] else 0
+                layer[name] = layer[name][:, first:].clone()
+            layers.append(layer)
+        return tuple(layers)
+
     def reads_rests(self) -> bool:
         """Whether rests have become common enough for segments of their own; to be asked once for each."""
         self.rests += 1
@@ -166,14 +231,21 @@ class CapturedSegments:
 
     def _pieces(self, columns: int) -> list[tuple[Kind, int]]:
         """The segments of a prompt of so many columns, and how many of them each reads."""
-        if self.memory is not None and columns > self.memory.capacity:
-            raise ValueError(f"the prompt has {columns} tokens, the segments room for {self.memory.capacity}")
+        if self.from_the_start and columns > self.room:
+            raise ValueError(f"the prompt has {columns} tokens, the segments room for {self.room}")
         whole, rest = divmod(columns, self.longest)
         pieces = [(Kind(self.longest, False), self.longest)] * whole
         if rest:
             length = next(length for length in self.lengths if length >= rest)
             pieces.append((Kind(length, length > rest), rest))
-        return pieces
+        if not self.caches.any:
+            return pieces
+        return [(kind._replace(start=i * self.longest), columns) for i, (kind, columns) in enumerate(pieces)]
+
+    @property
+    def from_the_start(self) -> bool:
+        """Whether prompts are read from their first token on only."""
+        return self.memory is not None or self.caches.any
 
     def read(self, ids: Tensor) -> Tensor:
         """Read ids ``[B, T]`` into `state`; the logits ``[B, vocab]`` of the last, overwritten by the next call."""

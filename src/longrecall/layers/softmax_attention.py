@@ -49,17 +49,17 @@ def attend(
         positions: int64 ``[B, T]``.
         key_positions: int64 ``[B, S]``; -1 = none may see it.
         scoring: see there.
-        in_order: columns hold the tokens one after the other without gaps, the same for queries and keys. Keys that no
-            query of a block can see are left out then.
+        in_order: columns hold the tokens one after the other without gaps; the queries are those of the last T keys.
+            Keys that no query of a block can see are left out then.
         by_group: never copy a key for each of the query heads that share it.
     """
     q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-    outputs = []
+    outputs, before = [], key_positions.shape[1] - q.shape[2]
     for start in range(0, q.shape[2], QUERY_BLOCK):
         own, first, last = slice(start, start + QUERY_BLOCK), 0, key_positions.shape[1]
         if in_order and not scoring.always:
-            last = min(last, start + QUERY_BLOCK)
-            first = 0 if scoring.window is None else max(0, start + 1 - scoring.window)
+            last = min(last, before + start + QUERY_BLOCK)
+            first = 0 if scoring.window is None else max(0, before + start + 1 - scoring.window)
         visible = _visible(positions[:, own], key_positions[:, first:last], scoring)
         keys = slice(first, scoring.always + last)
         outputs.append(_weighed(q[:, :, own], k[:, :, keys], v[:, :, keys], visible, scoring, by_group))

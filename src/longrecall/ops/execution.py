@@ -55,6 +55,8 @@ class Execution:
     """Nobody reads on from the new states."""
     fixed_shapes: bool = False
     """No length may depend on values, as they cannot be read back while a CUDA graph is recorded."""
+    columns_in_order: bool = False
+    """Columns of caches hold the tokens of a row one after the other, the same in all rows, with padding behind."""
     choices: list[Any] | None = None
     """Where every choice of a backend is noted, while plain torch runs in its place; None = nobody asks."""
 
@@ -118,6 +120,19 @@ def as_states_are_read_now(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args)
 
     return call
+
+
+def columns_in_order() -> contextlib.AbstractContextManager[None]:
+    """Inside, column i of every cache is a row's token i, and padding stands behind all tokens.
+
+    A layer with a window then returns its cache whole: what the window cannot reach any more is for the caller to drop.
+    """
+    return _with(columns_in_order=True)
+
+
+def columns_are_in_order() -> bool:
+    """Whether `columns_in_order` holds here; never under torch.compile."""
+    return current().columns_in_order
 
 
 def fixed_shapes() -> contextlib.AbstractContextManager[None]:

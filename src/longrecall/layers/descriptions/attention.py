@@ -127,6 +127,9 @@ class AttentionConfig(MixerConfig):
     def why_no_room(self) -> str | None:
         return None
 
+    def why_not_in_segments(self, length: int) -> str | None:
+        return None
+
 
 def with_rope_scaling(kind: str, description: dict[str, Any]) -> dict[str, Any]:
     """The description of a mixer with its `rope_scaling`, plain data, read; UserError on a value that cannot be."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -116,8 +116,21 @@ class MixerConfig:
         """Why a step's buffers cannot hold a state that grows, in words; None = they can, or it does not grow."""
         return f"{self.type} {NO_ROOM}" if self.grows else None
 
+    def parts(self) -> Iterator[tuple[str, MixerConfig]]:
+        """The mixers inside it, if any, by the names of their fields."""
+        inner = ((name, getattr(self, name)) for name in self.nested)
+        return ((name, config) for name, config in inner if config is not None)
+
+    def windows(self) -> dict[str, int]:
+        """What stands before the names of a cache -> the tokens that its window reaches, for those that have one."""
+        window = getattr(self, "window", None)
+        inner = {f"{name}.{path}": size for name, part in self.parts() for path, size in part.windows().items()}
+        return inner if window is None else {"": window, **inner}
+
     def why_not_in_segments(self, length: int) -> str | None:
         """Why a prompt is not read in segments of `length` tokens with buffers of fixed shapes; None = it is."""
+        if self.nested:
+            return next(filter(None, (part.why_not_in_segments(length) for _, part in self.parts())), None)
         return f"{self.type} {NO_ROOM}" if self.grows else None
 
     def state_size(self) -> int:

@@ -97,3 +97,6 @@ class MLAConfig(MixerConfig):
 
     def why_no_room(self) -> str | None:
         return None
+
+    def why_not_in_segments(self, length: int) -> str | None:
+        return None

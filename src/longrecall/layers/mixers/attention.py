@@ -19,6 +19,7 @@ from longrecall.layers.stepping.cache import PADDING_POSITION, CacheStep, append
 from longrecall.layers.stepping.step import Buffers, Step, StepSettings
 from longrecall.layers.stepping.stream import Stream
 from longrecall.ops.backends import why_no_kernel
+from longrecall.ops.execution import columns_are_in_order
 
 META_SCALE = 0.02
 """Standard deviation of fresh meta keys and values: they begin as places to attend to that say nothing."""
@@ -85,7 +86,11 @@ class Attention(nn.Module):
         q, k = self.turn(heads, positions)
         key_positions = positions if mask is None else positions.masked_fill(~mask, PADDING_POSITION)
         cache = appended(state, {"key": k, "value": heads.v, "position": key_positions})
-        y = self.output(self._read(q, cache, positions, in_order=mask is None and state is None), heads.gate)
+        promised = columns_are_in_order()
+        in_order = promised or (mask is None and state is None)
+        y = self.output(self._read(q, cache, positions, in_order=in_order), heads.gate)
+        if promised:
+            return y, cache
         if window is not None and mask is None and state is None:
             # Known without looking at positions, which would make the CPU wait in every training step.
             first = max(0, x.shape[1] + 1 - window)
@@ -131,7 +136,8 @@ class Attention(nn.Module):
     def _read(self, q: Tensor, cache: LayerState, positions: Tensor, in_order: bool) -> Tensor:
         """Queries ``[B, T, H, P]`` -> ``[B, T, H, V]``, in one piece where torch's flash attention serves that."""
         scoring = self.scoring
-        causal = in_order and not scoring.always and scoring.soft_cap is None
+        first = cache["key"].shape[1] == q.shape[1]
+        causal = in_order and first and not scoring.always and scoring.soft_cap is None
         causal = causal and (scoring.window is None or q.shape[1] <= scoring.window)
         if causal and q.is_cuda and q.dtype in FLASH_DTYPES:
             return attend_causally(q, cache["key"], cache["value"], scoring.scale)

@@ -14,6 +14,7 @@ from longrecall.layers.softmax_attention import FLASH_DTYPES, Scoring, attend, a
 from longrecall.layers.stepping.cache import PADDING_POSITION, CacheStep, appended
 from longrecall.layers.stepping.step import Buffers, Step, StepSettings
 from longrecall.layers.stepping.stream import Stream
+from longrecall.ops.execution import columns_are_in_order
 
 
 class MLA(nn.Module):
@@ -56,7 +57,8 @@ class MLA(nn.Module):
         if self.absorbs(x.shape[1], cache["latent"].shape[1]):
             found = self.read_absorbed(q, cache, positions)
         else:
-            found = self.read_expanded(q, cache, positions, in_order=mask is None and state is None)
+            in_order = columns_are_in_order() or (mask is None and state is None)
+            found = self.read_expanded(q, cache, positions, in_order=in_order)
         y: Tensor = self.o_proj(found.flatten(-2))
         return y, cache
 
@@ -105,7 +107,7 @@ class MLA(nn.Module):
         made = self.kv_b_proj(latent).unflatten(-1, (config.num_heads, -1))
         k, v = made.split([config.nope_dim, config.value_dim], dim=-1)
         k = torch.cat([k, shared[:, :, None].expand(-1, -1, config.num_heads, -1)], dim=-1)
-        if in_order and q.is_cuda and q.dtype in FLASH_DTYPES:
+        if in_order and q.is_cuda and q.dtype in FLASH_DTYPES and q.shape[1] == k.shape[1]:
             return attend_causally(q, k, v, self.scoring.scale)
         return attend(q, k, v, positions, cache["position"], self.scoring, in_order=in_order)
 
