@@ -45,7 +45,7 @@ EVERY = pytest.mark.parametrize("name", OPS)
 def outputs_and_gradients(op: Op, tensors: list[Tensor], backend: str) -> list[Tensor]:
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     y, final = op(*leaves[:-1], initial_state=leaves[-1], backend=backend)
-    weights = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x).sin() for x in (y, final)]
+    weights = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype, device=x.device).view_as(x).sin() for x in (y, final)]
     ((y * weights[0]).sum() + (final * weights[1]).sum()).backward()
     return [y.detach(), final.detach(), *(leaf.grad for leaf in leaves)]
 
