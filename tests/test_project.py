@@ -30,7 +30,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 HEIGHT = {"ops": 0, "layers": 1, "models": 2, "inference": 3, "demo": 5, "cli": 6} | dict.fromkeys(
-    ("surgery", "training", "evaluation", "diagnostics", "report", "sweep"), 4
+    ("surgery", "export", "training", "evaluation", "diagnostics", "report", "sweep"), 4
 )
 """A room imports its own height (without circles) and what lies below; files beside the rooms are free to all."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from longrecall.cli.main import main
 from longrecall.errors import UserError
 from longrecall.models.checkpoint import open_checkpoint, save
 from longrecall.models.config import RecurrentConfig
@@ -21,6 +23,7 @@ from longrecall.models.formats.hub import locate
 from longrecall.models.formats.weights import listed
 from longrecall.models.recurrent_lm import RecurrentLM
 
+VECTORS = Path(__file__).parent / "vectors"
 MIXER = {"type": "gla", "num_heads": 2, "key_dim": 4, "value_dim": 4}
 
 
@@ -199,6 +202,79 @@ def test_tensor_that_is_no_float(folder: Path, dtype: torch.dtype) -> None:
     edit_tensors(folder, {"model.norm.weight": torch.ones(8).to(dtype)})
     with pytest.raises(UserError, match=r'"model\.norm\.weight" has type'):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("where", "method", "named"),
+    [
+        ({}, {"quant_method": "fp8"}, r'"quantization_config" says .* \(fp8\); .*FineGrainedFP8Config\(dequantize'),
+        (
+            {},
+            {"quant_method": "bitsandbytes_4bit"},
+            r"\(bitsandbytes_4bit\); .*from_pretrained\(\.\.\.\)\.dequantize\(\)",
+        ),
+        ({}, {"quant_method": "gptq", "bits": 4}, r"\(gptq\); .* bfloat16 or float16, or dequantise it with the tool"),
+        ({"text_config": {}}, {"quant_method": "awq"}, r'"text_config\.quantization_config" says'),
+        ({}, {"bits": 8}, "the weights are quantised; longrecall"),
+    ],
+)
+def test_quantised_weights_are_named_from_the_config(
+    folder: Path, where: dict[str, Any], method: dict[str, Any], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change = {"quantization_config": method}
+    edit_config(folder, **({"text_config": change} if where else change))
+    with pytest.raises(UserError, match=named):
+        open_checkpoint(folder)
+    assert main(["info", str(folder)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("added", "named"),
+    [
+        ({"q_proj.weight_scale_inv": torch.ones(1)}, r'q_proj\.weight_scale_inv" shows .* \(fp8\)'),
+        ({"q_proj.weight.absmax": torch.ones(1), "q_proj.weight.quant_map": torch.ones(16)}, r"\(bitsandbytes\)"),
+        ({"q_proj.qweight": torch.ones(1, dtype=torch.int32)}, r"q_proj\.qweight.*\(GPTQ or AWQ\)"),
+        (
+            {"q_proj.weight": torch.ones(8, 8).to(torch.float8_e4m3fn)},
+            r"type F8_E4M3;.*If the weights are quantised",
+        ),
+    ],
+)
+def test_quantised_weights_are_named_from_the_file(folder: Path, added: dict[str, torch.Tensor], named: str) -> None:
+    edit_tensors(folder, {f"model.layers.0.mixer.{name}": tensor for name, tensor in added.items()})
+    with pytest.raises(UserError, match=named):
+        open_checkpoint(folder)
+
+
+def test_code_of_an_unknown_model_is_never_run(folder: Path) -> None:
+    edit_config(folder, model_type="somebodys_model", auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    (folder / "modeling.py").write_text("raise SystemExit('was run')")
+    with pytest.raises(UserError, match=r"The Python code that comes with it is never run\. longrecall reads"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "shape"])
+def test_one_tensor_wrong_in_a_foreign_file(change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(VECTORS / "gla", tmp_path / "theirs")
+    file, name = tmp_path / "theirs" / "model.safetensors", "model.layers.1.attn.o_proj.weight"
+    tensors = load_file(file)
+    if change == "missing":
+        del tensors[name]
+    elif change == "extra":
+        tensors["model.layers.1.attn.r_proj.weight"] = torch.ones(2)
+    else:
+        tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, file)
+    assert main(["export", str(tmp_path / "theirs"), str(tmp_path / "out")]) == 2
+    said = {
+        "missing": f'"{name}" is missing',
+        "extra": 'has no place for: "model.layers.1.attn.r_proj.weight"',
+        "shape": f'"{name}" has shape',
+    }
+    error = capsys.readouterr().err
+    assert said[change] in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_sharded_weights_are_read(folder: Path) -> None:

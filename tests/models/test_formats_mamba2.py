@@ -36,7 +36,7 @@ def reference(groups: int = 1, tied: bool = False, vocabulary: int = VOCABULARY,
     }
     if groups > 1 and "group_size" not in inspect.signature(MambaRMSNormGated.__init__).parameters:
         pytest.skip("this transformers normalises all groups together, unlike mamba_ssm; later versions do not")
-    config = Mamba2Config(**sizes, vocab_size=vocabulary, n_groups=groups, tie_word_embeddings=tied, **options)
+    config = Mamba2Config(**(sizes | options), vocab_size=vocabulary, n_groups=groups, tie_word_embeddings=tied)
     torch.manual_seed(groups)
     model = Mamba2ForCausalLM(config).eval()
     with torch.no_grad():

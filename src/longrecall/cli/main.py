@@ -28,6 +28,7 @@ VERBS = (
     "eval",
     "diagnose",
     "generate",
+    "export",
     "bench",
     "compare",
     "report",

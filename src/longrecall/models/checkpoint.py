@@ -24,6 +24,7 @@ from longrecall.models.formats.native import NAME as NATIVE
 from longrecall.models.formats.native import model_card
 from longrecall.models.formats.origin import ORIGIN_FOLDER, Origin, read_origin
 from longrecall.models.formats.quantised import refuse_quantised
+from longrecall.models.formats.remote_code import AUTO_MAP, CODE, CODE_FILE
 from longrecall.models.formats.shards import ShardWriter, disk_errors
 from longrecall.models.formats.weights import Weights, listed, open_weights, read_json
 from longrecall.models.limits import check_numbers
@@ -223,6 +224,7 @@ class CheckpointWriter:
         self._expected: dict[str, tuple[int, ...]] = {}
         self._surgery: list[dict[str, Any]] = []
         self._origin: Origin | None = None
+        self._with_code = False
         self._dtypes: dict[str, torch.dtype] = {}
 
     def __enter__(self) -> Self:
@@ -254,6 +256,10 @@ class CheckpointWriter:
     def set_origin(self, origin: Origin | None) -> None:
         """Keep what there is of the foreign checkpoint that this one comes from; None = nothing."""
         self._origin = origin
+
+    def bring_code(self) -> None:
+        """Write code beside the weights by which transformers finds longrecall (`formats.remote_code`)."""
+        self._with_code = True
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take one tensor (any device; it is copied). UserError unless the config has this name and shape, once."""
@@ -300,12 +306,16 @@ class CheckpointWriter:
             self._write(SURGERY_FILE, json.dumps(self._surgery, indent=2, default=str) + "\n")
         parameters = account(self._config).parameters
         short = str(dtype).removeprefix("torch.")
-        self._write("README.md", model_card(self._config, parameters, short, self._surgery))
+        card = model_card(self._config, parameters, short, self._surgery, with_code=self._with_code)
+        self._write("README.md", card)
         stored = self._config.to_diff_dict() | {
             "architectures": ["RecurrentLM"],
             "dtype": short,
             "tie_word_embeddings": self._config.tie_word_embeddings,
         }
+        if self._with_code:
+            self._write(CODE_FILE, CODE)
+            stored["auto_map"] = AUTO_MAP
         self._write("config.json", json.dumps(stored, indent=2, sort_keys=True) + "\n")
 
     def _write(self, name: str, text: str) -> None:

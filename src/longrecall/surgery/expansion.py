@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 UNKNOWN_CONTEXT = 4096
 """Tokens at which caches are counted when a checkpoint does not say how long its training sequences were."""
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(mixer\..+|mixer_norm\.weight)")
+MIXER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(mixer\..+|mixer_norm\.weight)")
+"""The tensors of a layer that surgery works on: the number of the layer, and the name within it."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def _edited(source: Checkpoint, operation: Operation, plans: Mapping[int, Plan])
     """Yield the tensors of the new checkpoint; at most one edited layer is in memory."""
     members: dict[int, list[str]] = {layer: [] for layer in plans}
     for name in source.names():
-        match = _LAYER.fullmatch(name)
+        match = MIXER_TENSOR.fullmatch(name)
         if match and int(match[1]) in plans:
             members[int(match[1])].append(match[2])
         else:

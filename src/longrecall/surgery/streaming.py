@@ -36,8 +36,11 @@ def write_checkpoint(
     records: Callable[[], Sequence[dict[str, Any]]],
     *,
     force: bool,
+    with_code: bool = False,
 ) -> None:
     """Write a native checkpoint to `dst` with `source`'s companion files, a fresh model card and surgery records.
+
+    With `with_code` it brings code along by which transformers finds longrecall.
 
     `tensors` is consumed one at a time; `records` is called last, since a source hash reads every file. Raises
     UserError when `dst` cannot take it, before the first tensor is read; `dst` ends complete or as it was.
@@ -49,4 +52,6 @@ def write_checkpoint(
             writer.add(name, tensor)
         writer.set_surgery(records())
         writer.set_origin(source.origin)
+        if with_code:
+            writer.bring_code()
         writer.add_companions(source.companion_files())

@@ -17,14 +17,15 @@ from longrecall.models.sizes import PlainConfig
 _EMBEDDINGS = ("backbone.embeddings.weight", "backbone.embedding.weight")
 
 
-def mamba2_layout(config: dict[str, Any], mixer: dict[str, Any], layers: int, *, head_stored: bool = False) -> Layout:
+def mamba2_layout(config: dict[str, Any], mixer: dict[str, Any], layers: int, *, of_mamba_ssm: bool = False) -> Layout:
     """Build the layout of `layers` equal Mamba-2 blocks; `config` holds the other keys of a native config.json.
 
-    `head_stored`: a head that is tied to the embedding is written nevertheless.
+    `of_mamba_ssm`: it is written as that library asks for it, with its name of the embedding, and the head stored even
+    where it is tied to that.
     """
     tied = config["tie_word_embeddings"]
     sources = {
-        "model.embeddings.weight": same(*_EMBEDDINGS),
+        "model.embeddings.weight": same(*(reversed(_EMBEDDINGS) if of_mamba_ssm else _EMBEDDINGS)),
         "model.norm.weight": same("backbone.norm_f.weight"),
     }
     if not tied:
@@ -45,5 +46,5 @@ def mamba2_layout(config: dict[str, Any], mixer: dict[str, Any], layers: int, *,
         plain=PlainConfig.from_dict({**config, "layers": [description] * layers}),
         sources=sources,
         copies={"lm_head.weight": "model.embeddings.weight"} if tied else {},
-        copies_written=head_stored,
+        copies_written=of_mamba_ssm,
     )

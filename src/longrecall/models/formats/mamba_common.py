@@ -18,14 +18,15 @@ EMBEDDINGS = ("backbone.embeddings.weight", "backbone.embedding.weight")
 _NAMES = ("in_proj.weight", "x_proj.weight", "dt_proj.weight", "dt_proj.bias", "A_log", "D", "out_proj.weight")
 
 
-def mamba_layout(config: dict[str, Any], mixer: dict[str, Any], layers: int, *, head_stored: bool = False) -> Layout:
+def mamba_layout(config: dict[str, Any], mixer: dict[str, Any], layers: int, *, of_mamba_ssm: bool = False) -> Layout:
     """Build the layout of `layers` equal Mamba blocks; `config` holds the other keys of a native config.json.
 
-    `head_stored`: a head that is tied to the embedding is written nevertheless.
+    `of_mamba_ssm`: it is written as that library asks for it, with its name of the embedding, and the head stored even
+    where it is tied to that.
     """
     tied = config["tie_word_embeddings"]
     sources = {
-        "model.embeddings.weight": same(*EMBEDDINGS),
+        "model.embeddings.weight": same(*(reversed(EMBEDDINGS) if of_mamba_ssm else EMBEDDINGS)),
         "model.norm.weight": same("backbone.norm_f.weight"),
     }
     if not tied:
@@ -44,7 +45,7 @@ def mamba_layout(config: dict[str, Any], mixer: dict[str, Any], layers: int, *, 
         plain=PlainConfig.from_dict({**config, "layers": [description] * layers}),
         sources=sources,
         copies={"lm_head.weight": "model.embeddings.weight"} if tied else {},
-        copies_written=head_stored,
+        copies_written=of_mamba_ssm,
     )
 
 

@@ -37,8 +37,7 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
         **fields.token_ids(),
     }
     fields.finish()
-    # mamba_ssm stores a tied head too, and asks for it.
-    return (mamba_layout if first else mamba2_layout)(config, mixer, layers, head_stored=True)
+    return (mamba_layout if first else mamba2_layout)(config, mixer, layers, of_mamba_ssm=True)
 
 
 def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,9 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
     return Layout(plain, {name: same(name) for name in plain.tensor_shapes()}, copies)
 
 
-def model_card(config: ModelSizes, parameters: int, dtype: str, surgery: Sequence[dict[str, Any]]) -> str:
+def model_card(
+    config: ModelSizes, parameters: int, dtype: str, surgery: Sequence[dict[str, Any]], *, with_code: bool = False
+) -> str:
     """Return the README.md of a native checkpoint: a YAML header, the layers, what surgery did, and how to load it.
 
     Args:
@@ -47,12 +49,13 @@ def model_card(config: ModelSizes, parameters: int, dtype: str, surgery: Sequenc
         parameters: how many it has, as `accounting.account` counts.
         dtype: storage type for the reader, such as "bfloat16".
         surgery: the records of surgery.json.
+        with_code: the checkpoint brings code along by which transformers finds longrecall.
     """
     layers = config.layer_configs()
     types = sorted({layer.mixer.type.replace("_", "-") for layer in layers})
     tags = "\n".join(f"- {tag}" for tag in ("longrecall", "linear-attention", "recurrent", *types))
     rows = "\n".join(_row(*run) for run in _runs(layers))
-    done = "\n".join(_surgery_line(record) for record in surgery)
+    done = "\n".join(surgery_line(record) for record in surgery)
     context = "unknown" if config.context_length is None else f"{config.context_length:,} tokens"
     return f"""---
 library_name: longrecall
@@ -89,8 +92,20 @@ import longrecall
 model = longrecall.load("path/to/this/folder")
 ```
 
-Once `longrecall` is imported, `transformers.AutoModelForCausalLM.from_pretrained` loads it too.
+{_WITH_CODE if with_code else _WITHOUT_CODE}
 """
+
+
+_WITHOUT_CODE = "Once `longrecall` is imported, `transformers.AutoModelForCausalLM.from_pretrained` loads it too."
+_WITH_CODE = """Where the package longrecall is installed, transformers loads it without another import:
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder", trust_remote_code=True)
+```
+
+The code that it runs then is `modeling_longrecall.py`, which imports longrecall and does nothing else."""
 
 
 def _row(first: int, last: int, layer: LayerConfig) -> str:
@@ -98,7 +113,8 @@ def _row(first: int, last: int, layer: LayerConfig) -> str:
     return f"| {layers} | {layer.mixer.type} | {layer.state_size():,} | {layer.mlp_size or '-'} |"
 
 
-def _surgery_line(record: dict[str, Any]) -> str:
+def surgery_line(record: dict[str, Any]) -> str:
+    """Return one surgery record as a line of a model card."""
     method, init, seed, version = (record.get(key, "?") for key in ("method", "init", "seed", "longrecall_version"))
     layers, state = _shown(record.get("layers")), _shown(record.get("state_size"))
     return f"- `{method}` (init `{init}`, seed {seed}) in layers {layers}; state {state}; longrecall {version}"

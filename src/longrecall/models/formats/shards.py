@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from longrecall.errors import UserError
 from longrecall.files import make_readable
 from longrecall.models.formats.weights import SAFETENSORS_FILE, SAFETENSORS_INDEX
+from longrecall.new_folder import NewFolder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +77,24 @@ class ShardWriter:
                 make_readable(path)
             self._parts += 1
         self._shard, self._shard_bytes = {}, 0
+
+
+@contextmanager
+def new_checkpoint_folder(out: str | Path, force: bool) -> Iterator[Path]:
+    """Give a folder to write a checkpoint into; at the end of the block it stands at `out`, after an exception nowhere.
+
+    Raises:
+        UserError: `out` is in the way, inside another checkpoint, being written, or cannot be written.
+    """
+    place = NewFolder(out, force)
+    with disk_errors(place.out):
+        place.open()
+    try:
+        yield place.folder
+        with disk_errors(place.out):
+            place.put()
+    finally:
+        place.close()
 
 
 @contextmanager

@@ -1,0 +1,58 @@
+"""`longrecall export`: a checkpoint that the tools of others load."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+HELP = "write a checkpoint in the format of another library, which then loads it without longrecall"
+EXAMPLE = "longrecall export bigger/ stock/ --to transformers_mamba2 --pad-states"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
+    from longrecall.models.formats import FORMATS
+
+    written = ", ".join(name for name, form in FORMATS.items() if form.stock_config is not None)
+    parser.add_argument("checkpoint", metavar="CKPT", help="the checkpoint to export; it is not changed")
+    parser.add_argument("output", metavar="OUT", help="the folder to write; complete at the end, or not there")
+    parser.add_argument(
+        "--to",
+        metavar="FORMAT",
+        help=f"{written}; or auto_map: any model, with code by which transformers finds longrecall [the format that "
+        "CKPT was read from]",
+    )
+    parser.add_argument(
+        "--pad-states",
+        action="store_true",
+        help="fill layers with smaller states up with channels that add nothing, so that all layers are alike",
+    )
+    parser.add_argument(
+        "--new-config",
+        action="store_true",
+        help="make config.json anew, not after the one that CKPT was read from",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print sizes and what padding costs, write nothing")
+    parser.add_argument("--force", action="store_true", help="replace OUT when it exists")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export, print the table (or JSON), return the exit code."""
+    from longrecall.export.exporting import export_checkpoint
+
+    summary = export_checkpoint(
+        args.checkpoint,
+        args.output,
+        args.to,
+        pad_states=args.pad_states,
+        new_config=args.new_config,
+        dry_run=args.dry_run,
+        force=args.force,
+    )
+    if args.json:
+        print(json.dumps(summary.to_dict(), indent=2))
+        return 0
+    print(summary.table())
+    print("dry run: nothing was written" if args.dry_run else f"wrote {args.output}")
+    return 0
