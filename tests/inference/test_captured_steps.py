@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longrecall.inference import generation, segments
+from longrecall.inference import generation, reading, segments
 from longrecall.inference import step as step_module
 from longrecall.inference.as_built import why_not_as_built
 from longrecall.inference.eligibility import why_no_step, why_not_fixed
@@ -135,8 +135,9 @@ def test_what_moved_gives_its_memory_back(recorded: None, uncollected: None) -> 
     assert step not in model.captured_steps.values() and len(model.captured_steps) == 1
 
 
-def test_a_forward_pass_may_move_weights(recorded: None) -> None:
+def test_a_forward_pass_may_move_weights(recorded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As offloading does around the whole model: the step is that of where they lie after the prompt was read."""
+    monkeypatch.setattr(reading, "why_no_segments", lambda ids, mask: "read by forward passes alone")
     model = attention_model("full")
     generate(model)
     first, forward = captured_step(model, 1, 16), model.forward

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from longrecall.models.checkpoint import Checkpoint
 from longrecall.models.sizes import PlainConfig, mixer_of, with_mixer
 from longrecall.surgery.expansion import MIXER_TENSOR, Operation, edit_layer
-from longrecall.surgery.inside import mixer_at, path_to
+from longrecall.surgery.inside import inner_path, mixer_at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ def plan_padding(plain: PlainConfig) -> Padding:
     method = Operation.check(_METHOD, _INIT, {}, 0).method
     targets: dict[int, Mapping[str, Any]] = {}
     for index, layer in enumerate(plain.layers):
-        found = mixer_at(mixer_of(layer), path_to(method, mixer_of(layer)))
+        found = mixer_at(mixer_of(layer), inner_path(method, mixer_of(layer)))
         if method.fits(str(found["type"])):
             targets[index] = found
     largest: dict[str, int] = {}
