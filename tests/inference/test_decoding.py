@@ -264,7 +264,7 @@ def test_rests_are_read_in_segments_once_they_are_common(monkeypatch: pytest.Mon
         # float32 sums in another order, through two layers.
         torch.testing.assert_close(logits, whole.logits[:, -1], rtol=1e-4, atol=1e-5)
         assert state.length == prompt.shape[1]
-    assert ran == [(6, False), (4, True), (4, False), (6, False), (6, False), (6, True)]
+    assert [kind[:2] for kind in ran] == [(6, False), (4, True), (4, False), (6, False), (6, False), (6, True)]
 
 
 def test_a_segment_is_recorded_whatever_was_read_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ class FusedStream(Stream):
             return super().normed(norm)
         out = torch.empty_like(self.x, dtype=self.dtype)
         update, self.update = self.update, None
-        return add_norm(self.x, update, norm.scale, norm.eps, out)
+        return add_norm(self.x, update, norm.weight, norm.eps, out, norm.offset)
 
     def add(self, y: Tensor) -> None:
         if self.update is not None:
@@ -104,7 +104,7 @@ class FewRowsStream(FusedStream):
         self._settle()
         if not isinstance(norm, RMSNorm):
             return super().project(norm, weights)
-        return norm_and_project(self.x, norm.scale, norm.eps, weights)
+        return norm_and_project(self.x, norm.weight, norm.eps, weights, norm.offset)
 
     def add_product(self, y: Tensor, weight: Tensor) -> None:
         from longrecall.ops.decoding.triton.products import add_product
@@ -116,7 +116,7 @@ class FewRowsStream(FusedStream):
         from longrecall.ops.decoding.triton.products import norm_and_gate_up
 
         self._settle()
-        y = norm_and_gate_up(self.x, norm.scale, norm.eps, mlp.gate_proj.weight, mlp.up_proj.weight)
+        y = norm_and_gate_up(self.x, norm.weight, norm.eps, mlp.gate_proj.weight, mlp.up_proj.weight, norm.offset)
         self.add_product(y, mlp.down_proj.weight)
 
 

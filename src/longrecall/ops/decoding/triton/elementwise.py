@@ -24,13 +24,14 @@ def _sigmoid(x):
 
 @kernel
 def _add_norm_kernel(
-    stream, update, weight, out, size, eps, UPDATE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = 0
+    stream, update, weight, out, size, eps, offset,
+    UPDATE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     wait_unless_prefetching(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    norm = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    norm = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + offset
     wait_if_prefetching(EARLY)
     x = tl.load(stream + row * size + columns, mask=inside, other=0.0)
     if UPDATE:
@@ -43,8 +44,10 @@ def _add_norm_kernel(
     tl.store(out + row * size + columns, y.to(out.dtype.element_ty), mask=inside)
 
 
-def add_norm(stream: Tensor, update: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-    """stream ``[B, d]`` += update (in place), out = RMS norm of the sum * weight; returns `out`."""
+def add_norm(
+    stream: Tensor, update: Tensor | None, weight: Tensor, eps: float, out: Tensor, offset: float = 0.0
+) -> Tensor:
+    """stream ``[B, d]`` += update (in place), out = RMS norm of the sum * (weight + offset); returns `out`."""
     batch, size = stream.shape
     block = triton.next_power_of_2(size)
     _add_norm_kernel[(batch,)](
@@ -54,6 +57,7 @@ def add_norm(stream: Tensor, update: Tensor | None, weight: Tensor, eps: float, 
         out,
         size,
         eps,
+        offset,
         UPDATE=update is not None,
         BLOCK=block,
         num_warps=4 if block <= 2048 else 8,

@@ -57,8 +57,13 @@ def _normed_scale(part, x, size, eps, BD: tl.constexpr):
 
 
 @triton.jit
-def product_of(held, part, x, norm, norm_part, scale, w, n, count, size, NORM: tl.constexpr, BD: tl.constexpr):
-    """Rows `n` of w ``[count, size]``, which `held` begins, times x ``[size]``, which `part` begins, normed or not."""
+def product_of(
+    held, part, x, norm, norm_part, offset, scale, w, n, count, size, NORM: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """Rows `n` of w ``[count, size]``, which `held` begins, times x ``[size]``, which `part` begins, normed or not.
+
+    `norm_part` is the beginning of `norm` with the offset added.
+    """
     kind = held.dtype
     if NORM:
         part = (part * scale * norm_part).to(kind).to(tl.float32)
@@ -66,7 +71,7 @@ def product_of(held, part, x, norm, norm_part, scale, w, n, count, size, NORM: t
     for first in range(BD, size, BD):
         part = vector_part(x, first, size, BD)
         if NORM:
-            part = (part * scale * vector_part(norm, first, size, BD)).to(kind).to(tl.float32)
+            part = (part * scale * (vector_part(norm, first, size, BD) + offset)).to(kind).to(tl.float32)
         total += weight_part(w, n, count, first, size, BD).to(tl.float32) * part[None, :]
     return tl.sum(total, 1)
 
@@ -75,7 +80,7 @@ def product_of(held, part, x, norm, norm_part, scale, w, n, count, size, NORM: t
 def small_product(x, w, n, count, size, BD: tl.constexpr):
     """Rows `n` of w ``[count, size]`` times x ``[size]``."""
     held = weight_part(w, n, count, 0, size, BD)
-    return product_of(held, vector_part(x, 0, size, BD), x, x, 0.0, 1.0, w, n, count, size, False, BD)
+    return product_of(held, vector_part(x, 0, size, BD), x, x, 0.0, 0.0, 1.0, w, n, count, size, False, BD)
 
 
 @triton.jit
@@ -91,7 +96,7 @@ def _or_next(w, count, begun, place, next_w, next_count, block, BN: tl.constexpr
 
 @kernel
 def _project_kernel(
-    x, norm, w0, w1, w2, w3, w4, w5, w6, w7, w8, n0, n1, n2, n3, n4, n5, n6, n7, n8, out, size, total, eps,
+    x, norm, w0, w1, w2, w3, w4, w5, w6, w7, w8, n0, n1, n2, n3, n4, n5, n6, n7, n8, out, size, total, eps, offset,
     PARTS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
@@ -117,16 +122,21 @@ def _project_kernel(
         w, count, begun, place = _or_next(w, count, begun, place, w8, n8, block, BN)
     n = (block - begun) * BN + tl.arange(0, BN)
     wait_unless_prefetching(EARLY)
-    held, norm_part = weight_part(w, n, count, 0, size, BD), vector_part(norm, 0, size, BD)
+    held, norm_part = weight_part(w, n, count, 0, size, BD), vector_part(norm, 0, size, BD) + offset
     wait_if_prefetching(EARLY)
     part = vector_part(x, 0, size, BD)
     scale = _normed_scale(part, x, size, eps, BD)
-    y = product_of(held, part, x, norm, norm_part, scale, w, n, count, size, True, BD)
+    y = product_of(held, part, x, norm, norm_part, offset, scale, w, n, count, size, True, BD)
     tl.store(out + row * total + place + n, y.to(out.dtype.element_ty), mask=n < count)
 
 
-def norm_and_project(stream: Tensor, norm: Tensor, eps: float, weights: list[Tensor]) -> list[Tensor]:
-    """RMS norm of stream ``[B, d]``, then a product for each weight ``[n, d]`` -> ``[B, n]`` in the weights' dtype."""
+def norm_and_project(
+    stream: Tensor, norm: Tensor, eps: float, weights: list[Tensor], offset: float = 0.0
+) -> list[Tensor]:
+    """RMS norm of stream ``[B, d]``, then a product for each weight ``[n, d]`` -> ``[B, n]`` in the weights' dtype.
+
+    The normed channels are multiplied by `norm` ``[d]`` + `offset`.
+    """
     batch, size = stream.shape
     outs: list[Tensor] = []
     for first in range(0, len(weights), MOST_PARTS):
@@ -136,7 +146,7 @@ def norm_and_project(stream: Tensor, norm: Tensor, eps: float, weights: list[Ten
         filler = MOST_PARTS - len(group)
         rows, columns = _tile(group[0])
         _project_kernel[(sum(triton.cdiv(count, rows) for count in counts), batch)](
-            stream, norm, *group, *[group[0]] * filler, *counts, *[0] * filler, out, size, sum(counts), eps,
+            stream, norm, *group, *[group[0]] * filler, *counts, *[0] * filler, out, size, sum(counts), eps, offset,
             PARTS=len(group), BN=rows, BD=columns, num_warps=4,
         )  # fmt: skip
         outs += out.split(counts, dim=1)
@@ -145,7 +155,7 @@ def norm_and_project(stream: Tensor, norm: Tensor, eps: float, weights: list[Ten
 
 @kernel
 def _gate_up_kernel(
-    x, norm, gate, up, out, size, count, eps, BN: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr = 0
+    x, norm, gate, up, out, size, count, eps, offset, BN: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr = 0
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -153,24 +163,25 @@ def _gate_up_kernel(
     kind = out.dtype.element_ty
     wait_unless_prefetching(EARLY)
     gate_held, up_held = weight_part(gate, n, count, 0, size, BD), weight_part(up, n, count, 0, size, BD)
-    norm_part = vector_part(norm, 0, size, BD)
+    norm_part = vector_part(norm, 0, size, BD) + offset
     wait_if_prefetching(EARLY)
     part = vector_part(x, 0, size, BD)
     scale = _normed_scale(part, x, size, eps, BD)
-    g = product_of(gate_held, part, x, norm, norm_part, scale, gate, n, count, size, True, BD).to(kind).to(tl.float32)
-    u = product_of(up_held, part, x, norm, norm_part, scale, up, n, count, size, True, BD).to(kind).to(tl.float32)
+    g = product_of(gate_held, part, x, norm, norm_part, offset, scale, gate, n, count, size, True, BD)
+    u = product_of(up_held, part, x, norm, norm_part, offset, scale, up, n, count, size, True, BD)
+    g, u = g.to(kind).to(tl.float32), u.to(kind).to(tl.float32)
     activated = (g / (1.0 + tl.exp(-g))).to(kind).to(tl.float32)
     tl.store(out + row * count + n, (activated * u).to(kind), mask=n < count)
 
 
-def norm_and_gate_up(stream: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate x) * (up x) of the normed stream x: ``[B, d]`` -> ``[B, n]``."""
+def norm_and_gate_up(stream: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor, offset: float = 0.0) -> Tensor:
+    """silu(gate x) * (up x) of the normed stream x: ``[B, d]`` -> ``[B, n]``; the norm as in `norm_and_project`."""
     batch, size = stream.shape
     count = gate.shape[0]
     out = torch.empty(batch, count, device=stream.device, dtype=gate.dtype)
     rows, columns = _tile(gate)
     grid = (triton.cdiv(count, rows), batch)
-    _gate_up_kernel[grid](stream, norm, gate, up, out, size, count, eps, BN=rows, BD=columns, num_warps=4)
+    _gate_up_kernel[grid](stream, norm, gate, up, out, size, count, eps, offset, BN=rows, BD=columns, num_warps=4)
     return out
 
 
@@ -185,7 +196,7 @@ def _add_product_kernel(
     held = weight_part(w, n, count, 0, size, BD)
     wait_if_prefetching(EARLY)
     part = vector_part(x, 0, size, BD)
-    y = product_of(held, part, x, x, part, 1.0, w, n, count, size, False, BD).to(w.dtype.element_ty).to(tl.float32)
+    y = product_of(held, part, x, x, part, 0.0, 1.0, w, n, count, size, False, BD).to(w.dtype.element_ty).to(tl.float32)
     place = stream + row * count + n
     before = tl.load(place, mask=n < count, other=0.0)
     tl.store(place, (before.to(tl.float32) + y).to(before.dtype), mask=n < count)
