@@ -116,6 +116,13 @@ def test_links_lead_to_a_heading(page: Path) -> None:
             assert anchor in headings(there), f"{target}#{anchor}"
 
 
+def test_cells_of_tables_are_short() -> None:
+    """A longer text is no cell: it becomes several rows, or prose below the table."""
+    for page in [*PAGES, *ROOT.glob("docs/**/*.md")]:
+        rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+        assert all(len(cell.strip()) <= 220 for row in rows for cell in row.split("|")), page
+
+
 def test_the_help_of_eval_names_every_task() -> None:
     assert ", ".join(task_names()) in " ".join(
         build_parser(("eval",)).parse_args(["eval", "x"]).parser.format_help().split()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 from copy import deepcopy
 from pathlib import Path
@@ -382,3 +383,15 @@ def test_carried_state_at_awkward_lengths_ends_where_one_forward_ends(name: str)
         for key, tensor in expected.items():
             # A state is a sum over 270 tokens of magnitude 1 to 20: the promised 1e-4 is relative above 1.
             torch.testing.assert_close(found[key], tensor, rtol=TOLERANCE, atol=TOLERANCE, msg=key)
+
+
+def test_the_kept_signature_is_that_of_the_code() -> None:
+    """generate() asks for it five times a call, and made it anew each time."""
+    code = RecurrentLM.forward.__code__
+    kept = inspect.signature(RecurrentLM.forward)
+    assert kept is RecurrentLM.forward.__signature__  # type: ignore[attr-defined]
+    names = [name for name, kind in kept.parameters.items() if kind.kind is kind.POSITIONAL_OR_KEYWORD]
+    assert tuple(names) == code.co_varnames[: code.co_argcount]
+    assert tuple(kept.parameters)[-1] == "kwargs"
+    defaults = tuple(one.default for one in kept.parameters.values() if one.default is not one.empty)
+    assert defaults == RecurrentLM.forward.__defaults__

@@ -18,6 +18,7 @@ MAY_READ_THE_ENVIRONMENT = {
     "evaluation/parallel.py": "the variables of a distributed launch",
     "models/compiling.py": "CXX, the compiler that torch.compile looks for",
     "evaluation/harness/entries.py": "sets a variable of lm-eval's for as long as a task is built",
+    "evaluation/harness/files.py": "asks where the user's cache is",
     "demo/processes.py": "hands it on to a process of its own",
 }
 

@@ -6,6 +6,7 @@ imported, which importing the model does (`_registration.py`).
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, cast
 
@@ -59,6 +60,12 @@ class RecurrentGeneration(GenerationMixin):
     decoding: DecodingOptions
     captured_steps: CapturedSteps
     sample_loop: ClassVar[SampleLoop | None] = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if forward := vars(cls).get("forward"):
+            # `generate` asks for it several times a call; making it out of the code takes as long as a small layer.
+            forward.__signature__ = inspect.signature(forward)
 
     def _prepare_model_inputs(self, *args: Any, **options: Any) -> Any:
         """What transformers' `generate` begins with, once a call.

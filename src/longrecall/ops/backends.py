@@ -31,8 +31,8 @@ from torch import Tensor
 
 from longrecall.errors import UserError, did_you_mean
 from longrecall.installing import install_command
-from longrecall.ops import hopper_kernels, peers
-from longrecall.ops.execution import backend_from_environment, choices_noted, interpreting_triton, noting
+from longrecall.ops import execution, hopper_kernels, peers
+from longrecall.ops.execution import backend_from_environment, choices_noted, interpreting_triton
 
 Inputs = Mapping[str, Tensor | None]
 """The tensors of a call by name, in the dtypes that the caller gave; the first one is not None."""
@@ -126,17 +126,19 @@ class Op:
             UserError: the backend that is named is unknown, or cannot serve the call.
         """
         name, _ = self._choose(inputs, backend, options)
-        return self._note(name, inputs, backend, options) if noting() else name
+        return self._note(name, inputs, backend, options) if execution.open_notes else name
 
     def on_kernels(self, inputs: Inputs, backend: str | None = None, **options: Any) -> bool:
         """Whether the kernels serve a call; all else as `chosen`."""
+        if backend in self.plain and not execution.open_notes:
+            return False
         name, _ = self._choose(inputs, backend, options)
-        return (self._note(name, inputs, backend, options) if noting() else name) == TRITON
+        return (self._note(name, inputs, backend, options) if execution.open_notes else name) == TRITON
 
     def why_plain(self, inputs: Inputs, backend: str | None = None, **options: Any) -> str | None:
         """Why the kernels do not serve a call, in words; None = they do. All else as `chosen`."""
         name, reason = self._choose(inputs, backend, options)
-        if noting() and self._note(name, inputs, backend, options) != TRITON:
+        if execution.open_notes and self._note(name, inputs, backend, options) != TRITON:
             return reason or "the choice is only noted here"
         return None if name == TRITON else reason
 

@@ -147,25 +147,23 @@ def shapes_are_fixed(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-_noting = 0
-"""Open blocks of `noting_choices`, of all threads: a number is read faster than a context variable, for every call."""
+open_notes = 0
+"""Open blocks of `noting_choices`, of all threads; `choices_noted` says whether this thread has one.
+
+Every call of an op reads it: a number is read faster than a context variable, or than a function is called.
+"""
 
 
 @contextlib.contextmanager
 def noting_choices(choices: list[Any]) -> Iterator[None]:
     """Inside, every choice of a backend is added to the list, and plain torch runs in place of the chosen one."""
-    global _noting
-    _noting += 1
+    global open_notes
+    open_notes += 1
     try:
         with _with(choices=choices):
             yield
     finally:
-        _noting -= 1
-
-
-def noting() -> bool:
-    """Whether some thread notes choices; `choices_noted` says whether this one does."""
-    return _noting > 0
+        open_notes -= 1
 
 
 def choices_noted() -> list[Any] | None:
