@@ -14,7 +14,7 @@ from torch import Tensor
 from longrecall.errors import UserError
 from longrecall.ops import products
 from longrecall.ops.backends import OPS, why_no_kernels
-from tests.ops.contract import OF_THEIR_OWN, ROUNDINGS, SUMS, TABLE, Inputs, Row, module_and_name
+from tests.ops.contract import OF_THEIR_OWN, TABLE, Inputs, Row, module_and_name
 
 EVERY = [(name, "reference") for name in TABLE] + [(name, other) for name in TABLE for other in TABLE[name].backends]
 OTHERS = [pair for pair in EVERY if pair[1] != "reference"]
@@ -122,14 +122,14 @@ def test_results_and_gradients_are_those_of_the_definition(name: str, backend: s
     for tokens in row.lengths if backend == "triton" else row.plain_lengths:
         given = inputs_of(row, tokens, narrowest(backend))
         expected = outcome(row, doubled(given), "reference")
-        same(outcome(row, given, backend), expected, SUMS[narrowest(backend)])
+        same(outcome(row, given, backend), expected, row.tolerance[narrowest(backend)])
 
 
 @pytest.mark.parametrize(("name", "backend"), EVERY)
 def test_low_precision_costs_a_few_roundings_and_states_stay_float32(name: str, backend: str, few: Check) -> None:
     row = TABLE[name]
     few(row, backend)
-    for dtype, tolerance in ROUNDINGS.items():
+    for dtype in (torch.float16, torch.bfloat16):
         if backend == "triton" and row.state and dtype == torch.float16:
             continue  # as the narrower bfloat16, in which the interpreter takes as long again
         given = inputs_of(row, 20, dtype, rows=1)
@@ -138,7 +138,11 @@ def test_low_precision_costs_a_few_roundings_and_states_stay_float32(name: str, 
         assert {x.dtype for x in made} <= {dtype, torch.float32, torch.int64}
         assert made[-1].dtype == torch.float32 or row.state not in row.wide
         if name != "best_chunks":  # a choice, which a rounding turns
-            same(outcome(row, given, backend), outcome(row, doubled(given), "reference"), tolerance)
+            expected = outcome(row, doubled(given), "reference")
+            same(outcome(row, given, backend), expected, row.tolerance[dtype])
+            if row.state in row.wide and backend != "triton":
+                # The inputs are rounded before both: what is left is float32 arithmetic.
+                same({"state": made[-1].double()}, {"state": expected["result 1"]}, 1e-5)
 
 
 @pytest.mark.parametrize(("name", "backend"), EVERY)
@@ -185,7 +189,7 @@ def test_a_state_that_is_handed_over_equals_one_pass(name: str, backend: str, fe
         *first, middle = results(row, part(row, given, 0, cut), backend)
         *second, last = results(row, part(row, given, cut, tokens) | {row.state: middle}, backend)
         found = {str(n): torch.cat(pair, 1) for n, pair in enumerate(zip(first, second, strict=True))} | {"state": last}
-        same(found, {str(n): x for n, x in enumerate(whole)} | {"state": final}, SUMS[dtype])
+        same(found, {str(n): x for n, x in enumerate(whole)} | {"state": final}, row.tolerance[dtype])
 
 
 @pytest.mark.parametrize(("name", "backend"), [pair for pair in EVERY if TABLE[pair[0]].packs])
@@ -199,7 +203,7 @@ def test_packed_documents_do_not_see_each_other(name: str, backend: str, few: Ch
         # Kernels that are made for many tokens leave few of them to the definition, which is as good here.
         alone, final = results(row, part(row, given, begin, end), "reference")
         found = {"outputs": packed[:, begin:end], "state": finals[n : n + 1]}
-        same(found, {"outputs": alone, "state": final}, SUMS[narrowest(backend)])
+        same(found, {"outputs": alone, "state": final}, row.tolerance[narrowest(backend)])
 
 
 @pytest.mark.parametrize(("name", "backend"), [pair for pair in EVERY if TABLE[pair[0]].masks])
@@ -214,7 +218,7 @@ def test_padding_is_as_if_it_were_not_there(name: str, backend: str, few: Check)
     found, *after = results(row, given | poison, backend, mask=real.expand(2, 30))
     expected, *final = results(row, given | {"x": given["x"][:, real]}, "reference")
     states = [{"after": x[0]} if x else {} for x in (after, final)]
-    same({"y": found[:, real]} | states[0], {"y": expected} | states[1], SUMS[narrowest(backend)])
+    same({"y": found[:, real]} | states[0], {"y": expected} | states[1], row.tolerance[narrowest(backend)])
 
 
 @pytest.mark.parametrize(("name", "backend"), [pair for pair in EVERY if not TABLE[pair[0]].flat])
