@@ -17,10 +17,12 @@ from torch import Generator, Tensor
 from longrecall.ops import (
     best_chunks,
     bonus_linear_attention,
+    linear_recurrence,
     long_convolution,
     selected_attention,
     selective_scan,
     short_convolution,
+    weighted_average,
 )
 from longrecall.ops.backends import OPS
 from longrecall.ops.convolution.diagonal import diagonal_taps
@@ -81,6 +83,8 @@ class Row:
     """Whether rows and tokens are one axis, or it has none of them: no empty batch, no handing over."""
     close: tuple[str, ...] = ()
     """Arguments whose numbers lie one after the other in memory, as parameters do."""
+    around: bool = False
+    """Whether functions of torch work before or after the kernels."""
     refuses: Mapping[str, str] = field(default_factory=dict)
     """Backend -> why it does not serve such calls."""
     tolerance: Tolerances = field(default_factory=lambda: ELEMENTWISE)
@@ -147,6 +151,16 @@ def scan(g: Generator, rows: int, tokens: int) -> Inputs:
     drawn = draw(g, x=(rows, tokens, 7), b=(rows, tokens, 3), c=(rows, tokens, 3), skip=(7,))
     drawn |= draw(g, initial_state=(rows, 3, 7))
     return drawn | {"step": torch.rand(rows, tokens, 7, generator=g), "a": -torch.rand(7, 3, generator=g)}
+
+
+def average(g: Generator, rows: int, tokens: int) -> Inputs:
+    """A state of which one channel has read nothing."""
+    drawn = draw(g, k=(rows, tokens, 5), v=(rows, tokens, 5), bonus=(5,), initial_state=(rows, 3, 5))
+    state = drawn["initial_state"]
+    assert state is not None
+    state[:, 2] = torch.arange(5).sign()
+    state[:, :, 0] = 0
+    return drawn | {"log_decay": -torch.rand(rows, tokens, 5, generator=g)}
 
 
 def subheads(g: Generator, rows: int, tokens: int) -> Inputs:
@@ -250,6 +264,33 @@ TABLE |= {
         packs=True,
         small={"scan.triton.selective_scan.CHUNK": 8},
         tolerance=ROUNDED_ONCE,
+    ),
+    "linear_recurrence": Row(
+        "linear_recurrence",
+        linear_recurrence,
+        lambda g, rows, tokens: (
+            draw(g, x=(rows, tokens, 7), initial_state=(rows, 7))
+            | {"log_decay": -torch.rand(rows, tokens, 7, generator=g)}
+        ),
+        state="initial_state",
+        wide=("log_decay", "initial_state"),
+        lengths=(1, 70),
+        plain_lengths=(1, 16, 17, 130),
+        packs=True,
+        tolerance=LINEAR,
+    ),
+    "weighted_average": Row(
+        "weighted_average",
+        weighted_average,
+        average,
+        state="initial_state",
+        timeless=("bonus",),
+        wide=("log_decay", "bonus", "initial_state"),
+        lengths=(1, 70),
+        plain_lengths=(1, 16, 17, 130),
+        packs=True,
+        around=True,
+        tolerance=LINEAR,
     ),
     "short_convolution": Row(
         "short_convolution",
@@ -397,8 +438,8 @@ TABLE |= {
     "best_chunks": Row("best_chunks", partial(best_chunks, count=2), choice, differentiable=False),
 }
 
-OF_THEIR_OWN = {"expanded_delta_rule"}
-"""Ops that take the projections of a layer rather than tensors of tokens: delta_rule/test_triton_expanded.py."""
+OF_THEIR_OWN = {"expanded_delta_rule", "recurrent_step"}
+"""Those that take the projections of a layer, or one token in place: delta_rule/test_triton_expanded.py, decoding/."""
 
 
 def module_and_name(constant: str) -> tuple[Any, str]:
