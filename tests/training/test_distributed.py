@@ -30,14 +30,20 @@ from longrecall.training.segments import Segments, read_batch
 from tests.training.interventions import override
 
 WORKER = """
+import os
 import sys
 import torch
+import torch.distributed.tensor
 from longrecall.errors import UserError
 from longrecall.training.data import BatchStream
 from longrecall.training.recipe import Recipe
 from longrecall.training.run import run_recipe
 
 torch.set_num_threads(1)
+# What torchrun does, which takes as long to import all this again for each process; tests/evaluation/test_parallel.py
+# starts it.
+second = os.fork()
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if second else "1"
 
 class Killed(BaseException):
     pass
@@ -67,6 +73,10 @@ try:
 except UserError as error:
     assert "holds a run already (steps)" in str(error), error
 torch.distributed.destroy_process_group()
+if not second:
+    sys.stderr.flush()
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]))
 """
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -135,10 +145,10 @@ def test_two_processes(make_recipe: Callable[..., Recipe], tmp_path: Path) -> No
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     done = subprocess.run(
-        [*command, str(tmp_path / "worker.py"), *(str(tmp_path / kind) for kind in recipes)],
+        [sys.executable, str(tmp_path / "worker.py"), *(str(tmp_path / kind) for kind in recipes)],
         env=environment, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -124,15 +124,6 @@ def test_gated_norms_equal_float64(rows: int, width: int, groups: int, dtype: to
 
 
 @interpreted
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("kind", list(gating.GATES))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_product_with_gated_norms_equals_float64(dtype: torch.dtype, kind: str) -> None:
-    x, gate, weight, matrix = draw(dtype, (37, 72), (37, 72), (72,), (16, 72))
-    check(through, [x, gate, weight, matrix / 72**0.5], dtype, groups=3, kind=kind)
-
-
-@interpreted
 def test_a_gate_may_be_columns_of_a_projection_and_heads_side_by_side() -> None:
     x, projected, weight = draw(torch.float32, (2, 9, 30), (2, 9, 77), (30,))
     check(lambda x, p, w, **o: gated(x, p[..., 5:35], w, **o), [x, projected, weight], torch.float32, groups=3)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
@@ -85,40 +82,6 @@ def test_extreme_decays_stay_finite_and_right(strength: float) -> None:
     assert relative_error(found, expected, floor=1.0) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_inputs_keep_a_float32_state(dtype: torch.dtype) -> None:
-    tensors = make(70, dtype)
-    tensors[-1] = tensors[-1].float()
-    y, final = run(tensors)
-    assert y.dtype == dtype and final.dtype == torch.float32
-    _, expected = run([tensor.double() for tensor in tensors], backend="reference")
-    # The inputs are rounded before both: what is left is float32 arithmetic.
-    assert relative_error([final.double()], [expected]) < 1e-5
-
-
-@settings(max_examples=25, deadline=None)
-@given(length=st.integers(2, 80), cut=st.floats(0, 1), seed=st.integers(0, 99))
-def test_a_carried_state_equals_one_pass(length: int, cut: float, seed: int) -> None:
-    tensors = make(length, torch.float64, seed)
-    at = max(1, min(length - 1, round(cut * length)))
-    x, step, a, b, c, skip, state = tensors
-    whole, final = run(tensors)
-    first, middle = run([x[:, :at], step[:, :at], a, b[:, :at], c[:, :at], skip, state])
-    second, last = run([x[:, at:], step[:, at:], a, b[:, at:], c[:, at:], skip, middle])
-    # The same sums, cut elsewhere into blocks or steps.
-    assert relative_error([torch.cat([first, second], 1), last], [whole, final]) < 1e-12
-
-
-def test_packed_documents_do_not_see_each_other() -> None:
-    x, step, a, b, c, skip, _ = make(40, torch.float64, batch=1)
-    cuts = torch.tensor([0, 1, 18, 40])
-    packed, finals = selective_scan(x, step, a, b, c, skip, cu_seqlens=cuts)
-    for n, (i, j) in enumerate(itertools.pairwise(cuts)):
-        y, final = selective_scan(x[:, i:j], step[:, i:j], a, b[:, i:j], c[:, i:j], skip)
-        # The padding of shorter documents adds exact zeros; only the blocks are cut elsewhere.
-        assert relative_error([packed[:, i:j], finals[n : n + 1]], [y, final]) < 1e-12
-
-
 def test_inputs_stay_as_they_were_and_the_future_does_not_reach_the_past() -> None:
     tensors = make(80, torch.float64)
     copies = [tensor.clone() for tensor in tensors]
@@ -148,12 +111,6 @@ def test_what_is_kept_for_the_backward_is_linear_and_not_every_state() -> None:
     # Inputs of x, dt, B and C and x again for the skip, 7 + 7 + 3 + 3 + 7 numbers a token; of the 21 numbers of a state
     # one in 16 at most.
     assert kept_numbers(2048) - kept_numbers(1024) <= 2 * 1024 * (27 + 21 / 16)
-
-
-def test_empty_sequence_returns_the_state() -> None:
-    tensors = make(0, torch.float32)
-    y, final = run(tensors)
-    assert y.shape == (2, 0, 7) and torch.equal(final, tensors[-1])
 
 
 @pytest.mark.parametrize(
