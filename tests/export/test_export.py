@@ -142,7 +142,7 @@ def test_dry_run_says_what_padding_costs(theirs: Path, tmp_path: Path, capsys: p
     words = ["export", str(tmp_path / "big"), str(tmp_path / "out"), "--pad-states", "--dry-run"]
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "state_dim 6 -> 24 in layers 0,2,3" in out and "nothing was written" in out
+    assert "state_dim 6 -> 24 in layers 0,2-3" in out and "nothing was written" in out
     assert [line.split()[-1] for line in out.splitlines() if line.startswith("parameters")] == ["+7,992"]
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["written"] is False

@@ -20,6 +20,7 @@ from longrecall.models.config import RecurrentConfig
 from longrecall.models.formats import FORMATS, detect, native, registry
 from longrecall.models.formats.format import Format
 from longrecall.models.formats.hub import locate
+from longrecall.models.formats.unread import missing_part
 from longrecall.models.formats.weights import listed
 from longrecall.models.recurrent_lm import RecurrentLM
 
@@ -101,6 +102,11 @@ def test_other_kinds_of_model_are_told_what_is_missing(folder: Path, kind: objec
     assert "Did you mean" not in str(caught.value)
     for entry in FORMATS.values():
         assert all(known in str(caught.value) for known in entry.model_types or [entry.name])
+
+
+def test_what_is_read_is_not_said_to_be_missing() -> None:
+    kinds = [kind for entry in FORMATS.values() for kind in (*entry.model_types, *entry.nested_types)]
+    assert [kind for kind in kinds if missing_part(kind) is not None] == []
 
 
 def test_no_model_type(folder: Path) -> None:
