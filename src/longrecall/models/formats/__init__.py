@@ -16,6 +16,7 @@ from longrecall.models.formats import (
     fla_gla,
     fla_retnet,
     jamba,
+    kimi_linear,
     mamba_ssm,
     native,
     transformers_mamba,
@@ -52,6 +53,7 @@ FORMATS = registry(
         Format("transformers_mamba2", ("mamba2",), transformers_mamba2.layout, transformers_mamba2.stock_config),
         Format("falcon_mamba", ("falcon_mamba",), falcon_mamba.layout, falcon_mamba.stock_config),
         Format("jamba", ("jamba",), jamba.layout, jamba.stock_config),
+        Format("kimi_linear", ("kimi_linear",), kimi_linear.layout, kimi_linear.stock_config),
         Format("mamba_ssm", (), mamba_ssm.layout, mamba_ssm.stock_config, mark="ssm_cfg", allow_torch=True),
     )
 )

@@ -12,7 +12,9 @@ from longrecall.models.formats.sources import Source, either, join, same, split,
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
-def expert_sources(ours: str, theirs: str, experts: int, inner: int, names: Sequence[str] = NAMES) -> dict[str, Source]:
+def expert_sources(
+    ours: str, theirs: str, experts: int, inner: int, names: Sequence[str] = NAMES, together_in: str | None = None
+) -> dict[str, Source]:
     """Return the sources of gated experts: one tensor each in published files, or all in one as transformers has them.
 
     Args:
@@ -20,19 +22,22 @@ def expert_sources(ours: str, theirs: str, experts: int, inner: int, names: Sequ
         experts: how many there are.
         inner: the width of one.
         names: how files call the gate, the other inner projection and the last one of an expert.
+        together_in: what stands before ``experts.`` where all are in one tensor; None = `theirs`.
     """
+    fused = theirs if together_in is None else together_in
     own = [f"{theirs}experts.{index}." for index in range(experts)]
     gate, up, down = ([same(f"{expert}{name}.weight") for expert in own] for name in names)
     together = stack(join(pair, (inner, inner)) for pair in zip(gate, up, strict=True))
     return {
-        f"{ours}experts.gate_up_proj": either(together, same(f"{theirs}experts.gate_up_proj")),
-        f"{ours}experts.down_proj": either(stack(down), same(f"{theirs}experts.down_proj")),
+        f"{ours}experts.gate_up_proj": either(together, same(f"{fused}experts.gate_up_proj")),
+        f"{ours}experts.down_proj": either(stack(down), same(f"{fused}experts.down_proj")),
     }
 
 
-def mlp_sources(ours: str, theirs: str) -> dict[str, Source]:
+def mlp_sources(ours: str, theirs: str, *other_spellings: str) -> dict[str, Source]:
     """Return the sources of a gated MLP whose projections have the same names on both sides."""
-    return {f"{ours}{name}.weight": same(f"{theirs}{name}.weight") for name in NAMES}
+    places = (theirs, *other_spellings)
+    return {f"{ours}{name}.weight": same(*(f"{place}{name}.weight" for place in places)) for name in NAMES}
 
 
 def fused_mlp_sources(ours: str, theirs: str, inner: int, *, bias: bool = False) -> dict[str, Source]:
