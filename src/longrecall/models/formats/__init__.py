@@ -10,10 +10,13 @@ from typing import Any
 
 from longrecall.errors import UserError, did_you_mean
 from longrecall.models.formats import (
+    falcon_mamba,
     fla_delta_net,
     fla_gated_delta_net,
     fla_gla,
     fla_retnet,
+    jamba,
+    kimi_linear,
     mamba_ssm,
     native,
     transformers_mamba,
@@ -48,6 +51,9 @@ FORMATS = registry(
         Format("fla_retnet", ("retnet",), fla_retnet.layout, fla_retnet.stock_config),
         Format("transformers_mamba", ("mamba",), transformers_mamba.layout, transformers_mamba.stock_config),
         Format("transformers_mamba2", ("mamba2",), transformers_mamba2.layout, transformers_mamba2.stock_config),
+        Format("falcon_mamba", ("falcon_mamba",), falcon_mamba.layout, falcon_mamba.stock_config),
+        Format("jamba", ("jamba",), jamba.layout, jamba.stock_config),
+        Format("kimi_linear", ("kimi_linear",), kimi_linear.layout, kimi_linear.stock_config),
         Format("mamba_ssm", (), mamba_ssm.layout, mamba_ssm.stock_config, mark="ssm_cfg", allow_torch=True),
     )
 )

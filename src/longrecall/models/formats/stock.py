@@ -130,7 +130,8 @@ def modules(layer: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the modules of a plain layer description in their order, whichever of its two forms it has."""
     if "blocks" in layer:
         return [block["module"] for block in layer["blocks"]]
-    return [layer["mixer"]]
+    mlp = [{"type": "mlp", "inner_size": layer["mlp_size"]}] if layer["mlp_size"] else []
+    return [layer["mixer"], *mlp]
 
 
 def shown(value: Any) -> str:
