@@ -31,6 +31,11 @@ KINDS = tuple(_NEEDED)
 LARGEST = 1e18
 
 
+def fields_of(kind: str) -> tuple[str, ...]:
+    """The fields besides `rope_type` that a kind has a use for."""
+    return (*_NEEDED[kind], *_MAY.get(kind, ()))
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """How the angles of a rotation are stretched. Fields have the names of transformers' `rope_parameters`.
@@ -75,7 +80,7 @@ class RopeScaling:
             hint = did_you_mean(str(self.rope_type), KINDS)
             raise UserError(f'rope_scaling: unknown rope_type "{self.rope_type}"; there are {", ".join(KINDS)}.{hint}')
         needed = _NEEDED[self.rope_type]
-        used = {"rope_type", *needed, *_MAY.get(self.rope_type, ())}
+        used = {"rope_type", *fields_of(self.rope_type)}
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in needed and value is None:
