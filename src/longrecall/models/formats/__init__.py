@@ -10,12 +10,16 @@ from typing import Any
 
 from longrecall.errors import UserError, did_you_mean
 from longrecall.models.formats import (
+    bamba,
+    falcon_h1,
     fla_delta_net,
     fla_gated_delta_net,
     fla_gla,
     fla_retnet,
+    granitemoehybrid,
     mamba_ssm,
     native,
+    nemotron_h,
     transformers_mamba,
     transformers_mamba2,
 )
@@ -48,6 +52,10 @@ FORMATS = registry(
         Format("fla_retnet", ("retnet",), fla_retnet.layout, fla_retnet.stock_config),
         Format("transformers_mamba", ("mamba",), transformers_mamba.layout, transformers_mamba.stock_config),
         Format("transformers_mamba2", ("mamba2",), transformers_mamba2.layout, transformers_mamba2.stock_config),
+        Format("nemotron_h", ("nemotron_h",), nemotron_h.layout, nemotron_h.stock_config),
+        Format("bamba", ("bamba",), bamba.layout, bamba.stock_config),
+        Format("falcon_h1", ("falcon_h1",), falcon_h1.layout, falcon_h1.stock_config),
+        Format("granitemoehybrid", ("granitemoehybrid",), granitemoehybrid.layout, granitemoehybrid.stock_config),
         Format("mamba_ssm", (), mamba_ssm.layout, mamba_ssm.stock_config, mark="ssm_cfg", allow_torch=True),
     )
 )
