@@ -53,12 +53,15 @@ MOST: Mapping[str, int] = {
         "decay_rank rate_rank gate_rank encoder_dim input_dim channels filter_width "
         "filter_bands expand value_rank latent_size shared_size moe_intermediate_size "
         "moe_latent_size moe_shared_expert_intermediate_size shared_expert_intermediate_size "
-        "shared_intermediate_size kv_rank q_rank nope_dim rope_dim input_size",
+        "shared_intermediate_size kv_rank q_rank nope_dim rope_dim input_size "
+        "ssm_state_size mamba_head_dim mamba_d_head mamba_d_ssm mamba_d_state mamba_expand",
         HEADS: "num_heads value_heads num_v_heads kv_heads num_kv_heads groups n_groups ngroups top_k "
         "active num_experts num_local_experts n_routed_experts n_shared_experts "
-        "num_experts_per_tok num_experts_per_token active_groups n_group topk_group",
+        "num_experts_per_tok num_experts_per_token active_groups n_group topk_group "
+        "num_attention_heads num_key_value_heads "
+        "mamba_num_heads mamba_n_heads mamba_n_groups",
         PARTS: "memories filter_depth steps bound_rows bound_row",
-        TAPS: "conv_width conv_kernel conv_size d_conv kernel shift_dim meta_tokens",
+        TAPS: "conv_width conv_kernel conv_size d_conv kernel shift_dim meta_tokens mamba_d_conv",
         LENGTH: "context_length max_position_embeddings window window_size chunk max_length",
     }.items()
     for name in names.split()

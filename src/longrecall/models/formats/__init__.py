@@ -11,14 +11,18 @@ from typing import Any
 from longrecall.errors import UserError, did_you_mean
 from longrecall.models.formats import (
     falcon_mamba,
+    bamba,
+    falcon_h1,
     fla_delta_net,
     fla_gated_delta_net,
     fla_gla,
     fla_retnet,
     jamba,
     kimi_linear,
+    granitemoehybrid,
     mamba_ssm,
     native,
+    nemotron_h,
     transformers_mamba,
     transformers_mamba2,
 )
@@ -54,6 +58,10 @@ FORMATS = registry(
         Format("falcon_mamba", ("falcon_mamba",), falcon_mamba.layout, falcon_mamba.stock_config),
         Format("jamba", ("jamba",), jamba.layout, jamba.stock_config),
         Format("kimi_linear", ("kimi_linear",), kimi_linear.layout, kimi_linear.stock_config),
+        Format("nemotron_h", ("nemotron_h",), nemotron_h.layout, nemotron_h.stock_config),
+        Format("bamba", ("bamba",), bamba.layout, bamba.stock_config),
+        Format("falcon_h1", ("falcon_h1",), falcon_h1.layout, falcon_h1.stock_config),
+        Format("granitemoehybrid", ("granitemoehybrid",), granitemoehybrid.layout, granitemoehybrid.stock_config),
         Format("mamba_ssm", (), mamba_ssm.layout, mamba_ssm.stock_config, mark="ssm_cfg", allow_torch=True),
     )
 )

@@ -131,12 +131,16 @@ class Fields:
         """Return a positive whole number, or None when the key is absent or null."""
         return default if self.get(name) is None else self.integer(name)
 
-    def number(self, name: str, default: float) -> float:
-        """Return a finite number > 0, of at most `LARGEST`."""
+    def number(self, name: str, default: float, *, zero: bool = False) -> float:
+        """Return a finite number > 0, or with `zero` >= 0, of at most `LARGEST`."""
         value = plain_number(self.get(name, default))
         # The comparisons are false for NaN too.
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.fail(name, "it must be a finite number > 0")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not (0 < value < math.inf or (zero and value == 0))
+        ):
+            raise self.fail(name, f"it must be a finite number {'>=' if zero else '>'} 0")
         if value > LARGEST:
             raise self.fail(name, f"it must be at most {LARGEST:g}")
         return float(value)
