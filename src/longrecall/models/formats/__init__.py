@@ -16,6 +16,10 @@ from longrecall.models.formats import (
     fla_retnet,
     mamba_ssm,
     native,
+    olmo_hybrid,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_next,
     transformers_mamba,
     transformers_mamba2,
 )
@@ -48,6 +52,10 @@ FORMATS = registry(
         Format("fla_retnet", ("retnet",), fla_retnet.layout, fla_retnet.stock_config),
         Format("transformers_mamba", ("mamba",), transformers_mamba.layout, transformers_mamba.stock_config),
         Format("transformers_mamba2", ("mamba2",), transformers_mamba2.layout, transformers_mamba2.stock_config),
+        Format("qwen3_5", ("qwen3_5", "qwen3_5_text"), qwen3_5.layout, qwen3_5.stock_config),
+        Format("qwen3_5_moe", ("qwen3_5_moe", "qwen3_5_moe_text"), qwen3_5_moe.layout, qwen3_5_moe.stock_config),
+        Format("qwen3_next", ("qwen3_next",), qwen3_next.layout, qwen3_next.stock_config),
+        Format("olmo_hybrid", ("olmo_hybrid",), olmo_hybrid.layout, olmo_hybrid.stock_config),
         Format("mamba_ssm", (), mamba_ssm.layout, mamba_ssm.stock_config, mark="ssm_cfg", allow_torch=True),
     )
 )
