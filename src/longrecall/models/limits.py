@@ -46,7 +46,7 @@ NESTING = 48
 MOST: Mapping[str, int] = {
     name: most
     for most, names in {
-        LAYERS: "num_hidden_layers n_layer layers repeat",
+        LAYERS: "num_hidden_layers n_layer layers repeat full_attention_interval decoder_sparse_step",
         VOCABULARY: "vocab_size pad_vocab_size_multiple",
         WIDTH: "hidden_size d_model intermediate_size mlp_size inner_size inner_dim head_dim headdim "
         "key_dim value_dim state_dim state_size d_state dt_rank time_step_rank mix_rank "
@@ -54,14 +54,14 @@ MOST: Mapping[str, int] = {
         "filter_bands expand value_rank latent_size shared_size moe_intermediate_size "
         "moe_latent_size moe_shared_expert_intermediate_size shared_expert_intermediate_size "
         "shared_intermediate_size kv_rank q_rank nope_dim rope_dim input_size "
-        "ssm_state_size mamba_head_dim mamba_d_head mamba_d_ssm mamba_d_state mamba_expand",
         HEADS: "num_heads value_heads num_v_heads kv_heads num_kv_heads groups n_groups ngroups top_k "
         "active num_experts num_local_experts n_routed_experts n_shared_experts "
         "num_experts_per_tok num_experts_per_token active_groups n_group topk_group "
-        "num_attention_heads num_key_value_heads "
-        "mamba_num_heads mamba_n_heads mamba_n_groups",
+        "num_attention_heads num_key_value_heads mamba_num_heads mamba_n_heads mamba_n_groups "
+        "linear_num_key_heads linear_num_value_heads",
         PARTS: "memories filter_depth steps bound_rows bound_row",
-        TAPS: "conv_width conv_kernel conv_size d_conv kernel shift_dim meta_tokens mamba_d_conv",
+        TAPS: "conv_width conv_kernel conv_size d_conv kernel shift_dim meta_tokens mamba_d_conv "
+        "linear_conv_kernel_dim",
         LENGTH: "context_length max_position_embeddings window window_size chunk max_length",
     }.items()
     for name in names.split()

@@ -23,6 +23,10 @@ from longrecall.models.formats import (
     mamba_ssm,
     native,
     nemotron_h,
+    olmo_hybrid,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_next,
     transformers_mamba,
     transformers_mamba2,
 )
@@ -62,6 +66,10 @@ FORMATS = registry(
         Format("bamba", ("bamba",), bamba.layout, bamba.stock_config),
         Format("falcon_h1", ("falcon_h1",), falcon_h1.layout, falcon_h1.stock_config),
         Format("granitemoehybrid", ("granitemoehybrid",), granitemoehybrid.layout, granitemoehybrid.stock_config),
+        Format("qwen3_5", ("qwen3_5", "qwen3_5_text"), qwen3_5.layout, qwen3_5.stock_config),
+        Format("qwen3_5_moe", ("qwen3_5_moe", "qwen3_5_moe_text"), qwen3_5_moe.layout, qwen3_5_moe.stock_config),
+        Format("qwen3_next", ("qwen3_next",), qwen3_next.layout, qwen3_next.stock_config),
+        Format("olmo_hybrid", ("olmo_hybrid",), olmo_hybrid.layout, olmo_hybrid.stock_config),
         Format("mamba_ssm", (), mamba_ssm.layout, mamba_ssm.stock_config, mark="ssm_cfg", allow_torch=True),
     )
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
@@ -101,7 +101,10 @@ class Source(ABC):
         return self.mapped(lambda inner: inner.under(prefix))
 
     def chosen(self, names: Container[str]) -> Source:
-        """Return the source with every choice made: the first alternative that `names` has whole, else the first."""
+        """Return the source with every choice made: the first alternative that `names` has whole, else the first.
+
+        Where `names` has shapes too (a mapping), alternatives that fit them come before others.
+        """
         return self.mapped(lambda inner: inner.chosen(names))
 
 
@@ -115,6 +118,10 @@ class Region(Source):
     of: int | None = None
     blocks: int = 1
     dim: int = 0
+
+    def fits(self, whole: Shape) -> bool:
+        """Whether this can be a region of a foreign tensor of shape `whole`."""
+        return self.of is None or (len(whole) > self.dim and whole[self.dim] == self.blocks * self.of)
 
     def parts(self, shape: Shape) -> list[Part]:
         if self.width is not None and (len(shape) <= self.dim or shape[self.dim] != self.blocks * self.width):
@@ -173,8 +180,12 @@ class Either(Source):
         return Either(tuple(change(option) for option in self.options))
 
     def chosen(self, names: Container[str]) -> Source:
-        known = (option for option in self.options if all(name in names for name in foreign_names(option)))
-        return next(known, self.options[0]).chosen(names)
+        known = [option for option in self.options if all(name in names for name in foreign_names(option))]
+        if isinstance(names, Mapping):
+            known = [
+                option for option in known if all(part.fits(names[part.name]) for part in regions(option))
+            ] or known
+        return (known or self.options)[0].chosen(names)
 
 
 @dataclass(frozen=True)
@@ -342,6 +353,44 @@ class Stack(Source):
 
 
 @dataclass(frozen=True)
+class Numbered(Source):
+    """The stack of `count` equal sources whose names differ in a number, for which `each` has ``{}``.
+
+    A `Stack` that is made when it is needed: a config.json alone may promise millions of tensors.
+    """
+
+    each: Source
+    count: int
+
+    def parts(self, shape: Shape) -> list[Part]:
+        return self._stack().parts(shape)
+
+    def assemble(self, values: Sequence[Tensor], shape: Shape) -> Tensor:
+        return self._stack().assemble(values, shape)
+
+    def take_apart(self, tensor: Tensor) -> list[Tensor]:
+        return self._stack().take_apart(tensor)
+
+    def members(self) -> tuple[Source, ...]:
+        return self._stack().members()
+
+    def mapped(self, change: Callable[[Source], Source]) -> Source:
+        return replace(self, each=change(self.each))
+
+    def chosen(self, names: Container[str]) -> Source:
+        return self._stack().chosen(names)
+
+    def _stack(self) -> Stack:
+        return Stack(tuple(_with_number(self.each, number) for number in range(self.count)))
+
+
+def _with_number(source: Source, number: int) -> Source:
+    if isinstance(source, Region):
+        return replace(source, name=source.name.format(number))
+    return source.mapped(lambda inner: _with_number(inner, number))
+
+
+@dataclass(frozen=True)
 class Join(Source):
     """Sources one behind the other along `dim`; `sizes` are their entries there."""
 
@@ -379,9 +428,14 @@ class Join(Source):
             yield source, (*shape[: self.dim], size, *shape[self.dim + 1 :])
 
 
+def regions(source: Source) -> Iterator[Region]:
+    """Yield every region that the source mentions, those of all alternatives included."""
+    if isinstance(source, Region):
+        yield source
+    for inner in source.members():
+        yield from regions(inner)
+
+
 def foreign_names(source: Source) -> Iterator[str]:
     """Yield the name of every foreign tensor that the source mentions, those of all alternatives included."""
-    if isinstance(source, Region):
-        yield source.name
-    for inner in source.members():
-        yield from foreign_names(inner)
+    return (region.name for region in regions(source))

@@ -37,8 +37,9 @@ def match(folder: Path, layout: Layout, weights: Weights) -> Match:
     Raises:
         UserError: a tensor that is missing, unknown, or of a wrong shape or type; quantised weights.
     """
-    there = set(weights.names())
-    plan = layout.plan(there)
+    shapes = {name: weights.shape(name) for name in weights.names()}
+    there = shapes.keys()
+    plan = layout.plan(shapes)
     travelling = {name for name in there - plan.foreign.keys() if name.startswith(layout.travelling)}
     known = plan.foreign.keys() | layout.copies.keys() | travelling
     extra = {name for name in there - known if not name.endswith(layout.ignored_suffixes or ("\0",))}
@@ -52,7 +53,7 @@ def match(folder: Path, layout: Layout, weights: Weights) -> Match:
     if extra:
         raise UserError(f"{folder}: unknown tensors that config.json has no place for: {listed(extra)}")
     for name, wanted in plan.foreign.items():
-        shape = weights.shape(name)
+        shape = shapes[name]
         if shape != wanted:
             raise UserError(
                 f'{folder}: tensor "{name}" has shape {list(shape)}, but config.json asks for {list(wanted)}'

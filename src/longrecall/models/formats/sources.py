@@ -7,7 +7,7 @@ A source is a small expression over tensors of the foreign file. It is built by 
         "mixer.q_proj.weight": query,
         "mixer.o_proj.weight": same("attn.o_proj.weight"),
         "mixer.q_conv.weight": squeeze_conv(same("attn.q_conv1d.weight")),
-        "mlp.up_proj": stack(same(f"experts.{i}.up_proj.weight") for i in range(8)),
+        "mlp.up_proj": numbered(same("experts.{}.up_proj.weight"), 8),
     }
 """
 
@@ -19,6 +19,7 @@ from longrecall.models.formats.expressions import (
     Constant,
     Either,
     Join,
+    Numbered,
     Region,
     Reorder,
     RepeatHeads,
@@ -85,6 +86,11 @@ def repeat_heads(source: Source, heads: int, times: int) -> Source:
 def stack(sources: Iterable[Source]) -> Source:
     """Many equal foreign tensors, which are one native tensor with a dimension more in front."""
     return Stack(tuple(sources))
+
+
+def numbered(each: Source, count: int) -> Source:
+    """The same of tensors with a number in their names: ``{}`` in those of `each`."""
+    return Numbered(each, count)
 
 
 def join(sources: Iterable[Source], sizes: Sequence[int], dim: int = 0) -> Source:
