@@ -40,10 +40,11 @@ def filled(case: Case, seed: int = 0) -> Any:
     """The model in evaluation mode, float32, every weight drawn, those of norms and biases too."""
     torch.manual_seed(seed)
     model = case.build().float().eval()
-    generator = torch.Generator().manual_seed(seed)
+    generator, stored = torch.Generator().manual_seed(seed), model.state_dict()
     with torch.no_grad():
         for name, parameter in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
-            if not parameter.is_floating_point() or "inv_freq" in name:
+            # Constants that follow from the config, such as frequencies, are in no file.
+            if not parameter.is_floating_point() or name not in stored:
                 continue
             drawn = torch.randn(parameter.shape, generator=generator)
             special = next((how for part, how in case.special.items() if part in name), None)

@@ -16,8 +16,10 @@ from longrecall.models.formats import (
     fla_retnet,
     mamba_ssm,
     native,
+    recurrent_gemma,
     transformers_mamba,
     transformers_mamba2,
+    transformers_rwkv,
 )
 from longrecall.models.formats.format import Format
 from longrecall.models.formats.unread import missing_part
@@ -48,6 +50,8 @@ FORMATS = registry(
         Format("fla_retnet", ("retnet",), fla_retnet.layout, fla_retnet.stock_config),
         Format("transformers_mamba", ("mamba",), transformers_mamba.layout, transformers_mamba.stock_config),
         Format("transformers_mamba2", ("mamba2",), transformers_mamba2.layout, transformers_mamba2.stock_config),
+        Format("recurrent_gemma", ("recurrent_gemma",), recurrent_gemma.layout, recurrent_gemma.stock_config),
+        Format("transformers_rwkv", ("rwkv",), transformers_rwkv.layout, transformers_rwkv.stock_config),
         Format("mamba_ssm", (), mamba_ssm.layout, mamba_ssm.stock_config, mark="ssm_cfg", allow_torch=True),
     )
 )
