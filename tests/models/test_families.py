@@ -41,6 +41,8 @@ def close(found: Tensor, expected: Tensor) -> None:
 @torch.no_grad()
 def test_a_configuration(case: Case, tmp_path: Path) -> None:
     stock, tokens = filled(case), ids()
+    # A forward pass of RWKV-4's class divides weights in memory.
+    stored = {name: tensor.clone() for name, tensor in stock.state_dict().items()}
     stock.save_pretrained(tmp_path / "theirs")
     ours = longrecall.load(tmp_path / "theirs")
     expected = stock(tokens, use_cache=False).logits
@@ -48,7 +50,7 @@ def test_a_configuration(case: Case, tmp_path: Path) -> None:
     close(ours(tokens).logits, expected)
     steps_are_one_pass(ours, tokens, expected)
     padding_and_packing(ours, tokens, expected)
-    written_and_loaded(stock, ours, tokens, expected, tmp_path)
+    written_and_loaded(stock, stored, ours, tokens, expected, tmp_path)
 
 
 def steps_are_one_pass(model: RecurrentLM, tokens: Tensor, expected: Tensor) -> None:
@@ -94,7 +96,9 @@ def test_greedy_generation_is_the_stock_class_s(case: Case, tmp_path: Path) -> N
     assert torch.equal(longrecall.load(tmp_path).generate(tokens, **asked), stock.generate(tokens, **asked))
 
 
-def written_and_loaded(stock: Any, ours: RecurrentLM, tokens: Tensor, expected: Tensor, tmp_path: Path) -> None:
+def written_and_loaded(
+    stock: Any, stored: dict[str, Tensor], ours: RecurrentLM, tokens: Tensor, expected: Tensor, tmp_path: Path
+) -> None:
     assert_round_trip(tmp_path / "theirs", tmp_path / "native")
     again = longrecall.load(tmp_path / "native")
     assert torch.equal(again(tokens).logits, ours(tokens).logits)
@@ -102,7 +106,7 @@ def written_and_loaded(stock: Any, ours: RecurrentLM, tokens: Tensor, expected: 
         tmp_path / "native" / "stock", output_loading_info=True, dtype=torch.float32
     )
     assert not any(report.values()), report
-    for name, tensor in stock.state_dict().items():
+    for name, tensor in stored.items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
     assert torch.equal(loaded(tokens, use_cache=False).logits, expected)
     assert without_provenance(loaded.config) == without_provenance(stock.config)

@@ -58,11 +58,12 @@ MOST: Mapping[str, int] = {
         "active num_experts num_local_experts n_routed_experts n_shared_experts "
         "num_experts_per_tok num_experts_per_token active_groups n_group topk_group "
         "num_attention_heads num_key_value_heads mamba_num_heads mamba_n_heads mamba_n_groups "
-        "linear_num_key_heads linear_num_value_heads",
-        PARTS: "memories filter_depth steps bound_rows bound_row",
+        "linear_num_key_heads linear_num_value_heads topk",
+        PARTS: "memories filter_depth steps bound_rows bound_row num_memories num_householder",
         TAPS: "conv_width conv_kernel conv_size d_conv kernel shift_dim meta_tokens mamba_d_conv "
-        "linear_conv_kernel_dim",
-        LENGTH: "context_length max_position_embeddings window window_size chunk max_length",
+        "linear_conv_kernel_dim conv1d_width",
+        LENGTH: "context_length max_position_embeddings window window_size chunk max_length "
+        "attention_window_size",
     }.items()
     for name in names.split()
 }

@@ -27,8 +27,10 @@ from longrecall.models.formats import (
     qwen3_5,
     qwen3_5_moe,
     qwen3_next,
+    recurrent_gemma,
     transformers_mamba,
     transformers_mamba2,
+    transformers_rwkv,
 )
 from longrecall.models.formats.format import Format
 from longrecall.models.formats.unread import missing_part
@@ -70,6 +72,8 @@ FORMATS = registry(
         Format("qwen3_5_moe", ("qwen3_5_moe", "qwen3_5_moe_text"), qwen3_5_moe.layout, qwen3_5_moe.stock_config),
         Format("qwen3_next", ("qwen3_next",), qwen3_next.layout, qwen3_next.stock_config),
         Format("olmo_hybrid", ("olmo_hybrid",), olmo_hybrid.layout, olmo_hybrid.stock_config),
+        Format("recurrent_gemma", ("recurrent_gemma",), recurrent_gemma.layout, recurrent_gemma.stock_config),
+        Format("transformers_rwkv", ("rwkv",), transformers_rwkv.layout, transformers_rwkv.stock_config),
         Format("mamba_ssm", (), mamba_ssm.layout, mamba_ssm.stock_config, mark="ssm_cfg", allow_torch=True),
     )
 )

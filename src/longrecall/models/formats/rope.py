@@ -92,3 +92,21 @@ def rope_parameters(config: AttentionConfig) -> dict[str, Any]:
     scaling.pop("max_position_embeddings", None)
     share = {"partial_rotary_factor": config.rotary_share} if config.rotary_share != 1 else {}
     return {**scaling, "rope_theta": config.rope_theta, **share}
+
+
+def written_rope(module: Mapping[str, Any], kept: Mapping[str, Any], **how: Any) -> dict[str, Any]:
+    """The keys of a config that say the rotation of an attention layer; none where `kept` says it already.
+
+    Args:
+        module: the plain description of the layer.
+        kept: the config that the model was read from, or {}.
+        how: what `read_rope` is called with in this format.
+    """
+    attention = AttentionConfig.from_dict({key: value for key, value in module.items() if key != "type"})
+    if kept:
+        said = {**module, **read_rope(Fields(dict(kept), "config.json"), **how)}
+        if AttentionConfig.from_dict({key: value for key, value in said.items() if key != "type"}) == attention:
+            return {}
+    older = {name: None for name in ("rope_theta", "rope_scaling", "partial_rotary_factor") if name in kept}
+    share = {"partial_rotary_factor": attention.rotary_share} if attention.rotary_share else {}
+    return {**older, "rope_parameters": {**share, **rope_parameters(attention)}}

@@ -118,12 +118,17 @@ def first_module(plain: PlainConfig, kind: str) -> dict[str, Any]:
     Raises:
         UserError: there is none.
     """
-    found = [module for layer in plain.layers for module in modules(layer)]
-    for module in found:
-        if module.get("type") == kind:
-            return dict(module)
-    kinds = sorted({str(module.get("type")) for module in found})
+    found = find_module(plain, kind)
+    if found is not None:
+        return found
+    kinds = sorted({str(module.get("type")) for layer in plain.layers for module in modules(layer)})
     raise UserError(f'no layer of this model has a "{kind}" (there are: {", ".join(kinds)})')
+
+
+def find_module(plain: PlainConfig, kind: str) -> dict[str, Any] | None:
+    """Return the first module of type `kind` in any layer; None where there is none."""
+    every = (module for layer in plain.layers for module in modules(layer))
+    return next((dict(module) for module in every if module.get("type") == kind), None)
 
 
 def modules(layer: Mapping[str, Any]) -> list[dict[str, Any]]:
