@@ -137,7 +137,9 @@ def compared(rows: Rows, name: str, stock: Any, ids: torch.Tensor) -> RecurrentL
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--configs", nargs="*", default=["qwen3_5_0.8b", "nemotron_h_8b_base_8k"], help="names in PUBLISHED")
+    parser.add_argument(
+        "--configs", nargs="*", default=["qwen3_5_0.8b", "nemotron_h_8b_base_8k"], help="names in PUBLISHED"
+    )
     parser.add_argument("--only", choices=["ours", "theirs", "both"], default="both")
     args = parser.parse_args()
     rows = Rows("gpu_hybrids", args.out)

@@ -1,8 +1,8 @@
 """Which implementation of an op runs, and why not the others: one registry and one chooser for all of them.
 
-An op is declared in the file of its public function (`declare`): its functions in plain torch, the module of its
-kernels and when those gain nothing. The module has a function `why_not`, which says in words why it cannot serve a
-call; it is imported when an op is first asked for, and Triton with it.
+The file of an op's public function declares the op (`declare`): its functions in plain torch, the module of its
+kernels, and for which calls the kernels are not faster. That module has a function `why_not`, which says in words why
+the kernels cannot serve a call. The module, and Triton with it, is imported when the op is first called.
 
 Some launches of these kernels have a second kernel, in Gluon, for Hopper GPUs: ops/hopper_kernels.py registers them,
 and `Op.explain` says of each whether it runs.
@@ -10,11 +10,12 @@ and `Op.explain` says of each whether it runs.
 One rule for every op. A backend that is named, by `backend=` or by LONGRECALL_BACKEND in the environment, serves the
 call or the call raises. There are two exceptions, for the environment alone, which names a backend for all ops at once:
 
-- Norms, convolutions and all else that is no recurrence run as they are written in torch under a backend that has only
-  recurrences, and under "reference" and "chunked".
-- Where kernels can run but are not built for the sizes of such a call, or gain nothing, plain torch completes them.
+- Norms, convolutions and all other ops that are no recurrences run in plain torch under "reference", "chunked" and
+  every backend that has only recurrences.
+- Such an op also runs in plain torch where its kernels are not built for the sizes of a call, or are not faster.
 
-Left to choose, a call takes the kernels where its tensors are on a GPU, they can serve it and they gain something.
+Where no backend is named, a call takes the kernels if its tensors are on a GPU, the kernels can serve it and are
+faster.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ OLDEST_CAPABILITY = (8, 0)
 """bfloat16 and tf32 products: Ampere and later."""
 
 FEWEST_ROWS = 16
-"""Fewer rows are bound by launches from Python, which plain torch makes faster."""
+"""With fewer rows the launch from Python takes longest, and plain torch launches faster."""
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
-"""Looked up once, and not in a function that remembers it: torch.compile would look into that, and warn."""
+"""Looked up once, at import. torch.compile would trace a cached function, and warn."""
 _NOT_INSTALLED = f"Triton is not installed; {install_command('triton')}"
 
 
 def kernel(module: str, function: str, on: str | None = None) -> Callable[..., Any]:
     """A function of a module of kernels under `longrecall.ops`, imported when it is first called.
 
-    torch.compile leaves it as it is. `on` names the argument on whose device it launches, for functions that launch on
-    the current device, which need not be the one of the tensors.
+    torch.compile does not trace it. `on` is for functions that launch on the current device: it names the argument
+    whose device becomes the current one for the call.
     """
     path = f"longrecall.ops.{module}"
 
@@ -73,7 +74,7 @@ def kernel(module: str, function: str, on: str | None = None) -> Callable[..., A
 
 
 def few_rows(inputs: Inputs) -> str | None:
-    """Why kernels gain nothing for the first tensor, whose rows are along its last dimension; None = they do."""
+    """Why kernels are not faster for the first tensor, whose last dimension is a row, in words; None = they are."""
     x = next(iter(inputs.values()))
     assert x is not None
     if x.numel() < FEWEST_ROWS * x.shape[-1] or not x.numel():
@@ -82,13 +83,13 @@ def few_rows(inputs: Inputs) -> str | None:
 
 
 def never_slow(_: Inputs) -> str | None:
-    """For kernels that gain something for every call."""
+    """None: for kernels that are faster for every call."""
     return None
 
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """An op and who computes it, as its family declares it. The methods answer for a call."""
+    """An op and its implementations, as its family declares them. The methods answer for a single call."""
 
     name: str
     kernels: str | None = None
@@ -96,23 +97,23 @@ class Op:
     asks: str = "why_not"
     """The function of that module that says why a call cannot be served."""
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    """Backend -> function, of recurrences. Other ops call their kernels themselves and are written out in torch."""
+    """Backend -> function, for recurrences. The public function of any other op calls its kernels or torch itself."""
     plain: tuple[str, ...] = (REFERENCE,)
     """Backends in plain torch, the definition first."""
     slow: Callable[[Inputs], str | None] = few_rows
-    """Why kernels gain nothing for a call, in words; None = they do."""
+    """Why kernels are not faster for a call, in words; None = they are."""
     plain_for: Callable[[Inputs], str] | None = None
     """The best of `plain` for a call; None = the first."""
     compiler_fuses: bool = False
-    """Whether torch.compile is left to fuse what is written out in torch."""
+    """Whether the plain torch runs under torch.compile, which fuses it."""
     covers: tuple[str, ...] = ()
-    """Ops that are part of this one: not asked for where its kernels serve."""
+    """Ops that are part of this one: they are not called where its kernels run."""
     low_products: bool = False
     """Whether its chunked function takes `products`, the dtype in which matrices are multiplied."""
 
     @property
     def recurrence(self) -> bool:
-        """Whether a backend is a function that computes all of it."""
+        """Whether every backend has a function that computes the whole op."""
         return bool(self.functions)
 
     def backends(self) -> list[str]:
@@ -143,7 +144,7 @@ class Op:
         return None if name == TRITON else reason
 
     def why_unasked(self, x: Tensor) -> str | None:
-        """Why the kernels are not asked at all for a call with x, in words; None = they are. It costs little."""
+        """Why the kernels cannot be chosen for x, whatever its shape, in words; None = they may be. Cheap to ask."""
         if self.compiler_fuses and torch.compiler.is_compiling():
             return "torch.compile fuses it itself"
         named = backend_from_environment()
@@ -153,7 +154,7 @@ class Op:
         return None if named == TRITON else f"LONGRECALL_BACKEND is {named}"
 
     def why_no_kernels(self, inputs: Inputs, **options: Any) -> str | None:
-        """Why the kernels cannot serve a call, in words; None = they can, whether or not they gain anything."""
+        """Why the kernels cannot serve a call, in words; None = they can, whether or not they are faster."""
         if self.kernels is None:
             return f"{self.name} has no kernel"
         if reason := why_no_kernels():
@@ -164,7 +165,7 @@ class Op:
         return self._ask(inputs, options)
 
     def explain(self, inputs: Inputs, backend: str | None = None, **options: Any) -> Choice:
-        """What a call would take, and of every other backend of this op why it is not that one."""
+        """Which backend a call would take, and why it would not take each other backend of this op."""
         name, no_kernels = self._choose(inputs, backend, options)
         named = backend or backend_from_environment()
         reasons: dict[str, str] = {}
@@ -181,7 +182,7 @@ class Op:
         )
 
     def _choose(self, inputs: Inputs, backend: str | None, options: dict[str, Any]) -> tuple[str, str | None]:
-        """The backend of a call, and where it is not the kernels, why they are not."""
+        """The backend of a call, and why it is not the kernels; None = it is."""
         if backend is not None:
             return self._named(backend, inputs, options, asked=True)
         if self.compiler_fuses and torch.compiler.is_compiling():
@@ -215,7 +216,7 @@ class Op:
         if asked or self.recurrence:
             reason = BACKENDS[name].why_not(self.name, inputs, **options)
         else:
-            # The environment speaks for all ops at once: plain torch completes kernels, on a machine that has some.
+            # The environment names one backend for all ops: plain torch runs where no kernel is built.
             reason = why_no_kernels() or self._why_not_tensors(inputs)
             if reason is None:
                 size = self.slow(inputs) or self._ask(inputs, options)
@@ -243,7 +244,7 @@ class Op:
         return reason
 
     def _note(self, name: str, inputs: Inputs, backend: str | None, options: dict[str, Any]) -> str:
-        """Note the choice where somebody asks what would be chosen; plain torch then stands in for it."""
+        """Add the choice to the list of `noting_choices`, if there is one; then plain torch runs in its place."""
         notes = choices_noted()
         if notes is None:
             return name
@@ -254,7 +255,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a call takes."""
+    """Which implementation a call takes."""
 
     op: str
     chosen: str
@@ -273,9 +274,9 @@ class Backend:
     purpose: str
     """What it is good for."""
     kernels: bool = False
-    """Takes inputs in the dtypes they have; the others get them in the accumulation dtype."""
+    """Whether it takes inputs in the dtypes they have. Other backends get them in the accumulation dtype."""
     peer: bool = False
-    """Another package's, of recurrences alone (ops/peers.py)."""
+    """Whether it is another package, which has only recurrences (ops/peers.py)."""
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
@@ -288,7 +289,7 @@ class Backend:
         return sorted(op.name for op in OPS.values() if self.has(op))
 
     def has(self, op: Op) -> bool:
-        """Whether it has a function or a kernel for an op, beside what is written out in torch."""
+        """Whether it has a function or a kernel for an op; torch code in the op's public function does not count."""
         return op.kernels is not None if self.name == TRITON else self.name in op.functions
 
     def why_not_here(self) -> str | None:
@@ -331,7 +332,7 @@ def declare(op: Op) -> Op:
 
 
 def recurrence_functions(op: str, **functions: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """Functions by backend, and those of other packages that know the op."""
+    """The given functions by backend, together with those of other packages that have the op."""
     known = [name for name, peer in peers.PEERS.items() if any(op == served for served, _ in peer.functions)]
     return {**functions, **{name: partial(peers.run, name, op) for name in known}}
 
@@ -351,14 +352,14 @@ def why_no_kernels() -> str | None:
 
 
 def why_no_gluon() -> str | None:
-    """Why the kernels in Gluon for Hopper, which stand in for some of these, cannot run here; None = they can."""
+    """Why the kernels in Gluon for Hopper, which replace some Triton kernels, cannot run here; None = they can."""
     if reason := why_no_kernels():
         return reason
     return hopper_kernels.why_none_here()
 
 
 def why_no_kernel(op: str, inputs: Inputs, **options: Any) -> str | None:
-    """Why the kernels of an op cannot serve a call, in words; None = they can. `inputs` may be empty tensors alike."""
+    """Why the kernels of an op cannot serve a call, in words; None = they can. `inputs` may be empty tensors."""
     return OPS[op].why_no_kernels(inputs, **options)
 
 

@@ -1,15 +1,15 @@
 """How ops run: what their callers promise them, and what the environment asks for.
 
-Callers promise by context managers: each replaces one field of one frozen value, `Execution`, for as long as its block
-lasts, in its own thread. `current` is what holds here.
+Callers make promises with context managers. Each replaces one field of a frozen value, `Execution`, for the current
+thread, until its block ends. `current` returns the value that holds now.
 
-The environment is read in this file alone, at the moment when somebody asks. An empty variable counts as one that is
-not set. A variable of ours with an unknown value raises; one of another package is read as that package reads it.
+Only this file reads the environment of ops, at the moment when somebody asks. An empty variable counts as not set. An
+unknown value of one of our variables raises; the variables of other packages are read as those packages read them.
 
 | variable | values |
 |---|---|
 | LONGRECALL_BACKEND | the backend of every op, a name of `ops.BACKENDS`; not set: each call takes what serves it best |
-| LONGRECALL_GLUON | 0: no kernel in Gluon, the plain ones in Triton serve all; 1 or not set: wherever they can |
+| LONGRECALL_GLUON | 0: no kernel in Gluon runs, only those in Triton; 1 or not set: they run wherever they can |
 | LONGRECALL_EARLY | 0: no programmatic dependent launch of kernels; 1 or not set: on GPUs that have it |
 | TRITON_INTERPRET | Triton's: its kernels run on a CPU |
 | FLA_TILELANG | flash-linear-attention's: 0 leaves tilelang out |
@@ -45,20 +45,20 @@ class Padding:
 
 @dataclass(frozen=True, eq=False)
 class Execution:
-    """What holds for the ops that are called here."""
+    """The promises that hold for the ops that are called now."""
 
     prefetch: bool = False
-    """A kernel may read weights and its own state while the kernel launched before it is still at work."""
+    """A kernel may read weights and its own state while the kernel launched before it is still running."""
     padding: Padding | None = None
     """The mask that is known to have its padding at the end."""
     unread_states: bool = False
-    """Nobody reads on from the new states."""
+    """The new states will not be used."""
     fixed_shapes: bool = False
-    """No length may depend on values, as they cannot be read back while a CUDA graph is recorded."""
+    """No length may depend on values of tensors: they cannot be read back while a CUDA graph is recorded."""
     columns_in_order: bool = False
     """Columns of caches hold the tokens of a row one after the other, the same in all rows, with padding behind."""
     choices: list[Any] | None = None
-    """Where every choice of a backend is noted, while plain torch runs in its place; None = nobody asks."""
+    """The list to which every choice of a backend is added, while plain torch runs instead; None = no list."""
 
 
 PLAIN = Execution()
@@ -68,7 +68,7 @@ _current: ContextVar[Execution] = ContextVar("longrecall_execution", default=PLA
 
 
 def current() -> Execution:
-    """What holds here; under torch.compile, which cannot trace context variables, nothing is promised."""
+    """The promises that hold now. torch.compile cannot trace context variables: under it there are none."""
     return PLAIN if torch.compiler.is_compiling() else _current.get()
 
 
@@ -84,13 +84,13 @@ def _with(**fields: Any) -> Iterator[None]:
 def prefetching() -> contextlib.AbstractContextManager[None]:
     """Inside, no kernel writes a weight or a state that the kernel launched right after it reads.
 
-    What was written before is safe once one ordinary kernel, of torch for instance, was launched since.
+    Earlier writes are safe once one ordinary kernel, such as one of torch, was launched after them.
     """
     return _with(prefetch=True)
 
 
 def may_prefetch() -> bool:
-    """Whether `prefetching` holds here; for launches of kernels, which torch.compile does not trace."""
+    """Whether `prefetching` holds now. It is asked when a kernel is launched, which torch.compile does not trace."""
     return _current.get().prefetch
 
 
@@ -100,17 +100,17 @@ def padding_at_the_end(mask: Tensor) -> contextlib.AbstractContextManager[None]:
 
 
 def unread_states() -> contextlib.AbstractContextManager[None]:
-    """Inside, nobody reads on from the new states: a mixer may leave out what takes time of its own to compute."""
+    """Inside, the new states are not used: a mixer may leave out those that take extra time to compute."""
     return _with(unread_states=True)
 
 
 def states_are_unread() -> bool:
-    """Whether `unread_states` holds here; never under torch.compile."""
+    """Whether `unread_states` holds now; never under torch.compile."""
     return current().unread_states
 
 
 def as_states_are_read_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose later calls (a checkpoint's, in the backward) find states as read or unread as they are now."""
+    """`function`, for later calls (in a checkpoint's backward) under the promise of `unread_states` that holds now."""
     if torch.compiler.is_compiling():
         return function
     unread = _current.get().unread_states
@@ -136,12 +136,12 @@ def columns_are_in_order() -> bool:
 
 
 def fixed_shapes() -> contextlib.AbstractContextManager[None]:
-    """Inside, no layer reads values back to choose a length, as none can while a graph is recorded."""
+    """Inside, no layer reads values back to choose a length. None can while a graph is recorded."""
     return _with(fixed_shapes=True)
 
 
 def shapes_are_fixed(device: torch.device) -> bool:
-    """Whether lengths must not depend on values: inside `fixed_shapes`, torch.compile or anybody's recording."""
+    """Whether lengths must not depend on values: in `fixed_shapes`, in torch.compile, or while a graph is recorded."""
     if torch.compiler.is_compiling() or _current.get().fixed_shapes:
         return True
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -167,7 +167,7 @@ def noting_choices(choices: list[Any]) -> Iterator[None]:
 
 
 def choices_noted() -> list[Any] | None:
-    """The list of `noting_choices`, where that holds; never under torch.compile."""
+    """The list of `noting_choices`; None outside of such a block and under torch.compile."""
     return current().choices
 
 
@@ -189,7 +189,7 @@ def early_launches_wanted() -> bool:
 def interpreting_triton() -> bool:
     """Whether Triton runs its kernels in its interpreter, on a CPU. Triton looks when a kernel is defined."""
     value = os.environ.get("TRITON_INTERPRET")
-    # The words that Triton takes for yes.
+    # The words that Triton reads as yes.
     return value is not None and (value == "1" or value.lower() in ("true", "yes", "on", "y"))
 
 

@@ -1,7 +1,7 @@
-"""Padding that is known to lie after all real tokens: nothing has to be sorted to skip it.
+"""Padding that is known to lie after all real tokens. It can be skipped without sorting.
 
-Masks say where padding is, and finding out reads values back. Whoever makes such a mask says so with
-`execution.padding_at_the_end`.
+To find out where a mask has its padding, its values would have to be read back from the GPU. So whoever makes a mask
+with its padding at the end says so with `execution.padding_at_the_end`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from longrecall.ops.execution import current
 
 
 def is_at_the_end(mask: Tensor | None) -> bool:
-    """Whether this very tensor was announced: another one, made from it too, may hide tokens anywhere."""
+    """Whether this tensor itself was announced. Any other mask, even one made from it, may have padding anywhere."""
     known = current().padding
     return known is not None and mask is known.mask
 
@@ -35,12 +35,12 @@ def _once(mask: Tensor, key: Any, make: Callable[[], Result]) -> Result:
 
 
 def ends(mask: Tensor, width: int) -> Tensor:
-    """Of `width` earlier inputs followed by the real tokens, the columns of the last `width`: int64 ``[B, width]``."""
+    """Columns int64 ``[B, width]`` of the last `width` inputs, where `width` earlier inputs precede the real tokens."""
     return _once(mask, ("ends", width), lambda: mask.sum(1)[:, None] + torch.arange(width, device=mask.device))
 
 
 class Newest(NamedTuple):
-    """The last inputs of a convolution without a copy of all, for rows of at least as many columns."""
+    """Where the last W inputs of a convolution lie. Rows have at least W columns; no copy of all inputs is made."""
 
     tokens: Tensor
     """Columns of the last real tokens, and of the first columns where there are fewer: int64 ``[B, W]``."""
@@ -49,7 +49,7 @@ class Newest(NamedTuple):
 
 
 def newest(mask: Tensor, width: int) -> Newest:
-    """Where the last `width` inputs lie, padding being at the end."""
+    """Where the last `width` inputs lie; the padding is at the end."""
 
     def make() -> Newest:
         count, ahead = mask.sum(1)[:, None], torch.arange(width, device=mask.device)

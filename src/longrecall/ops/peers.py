@@ -1,8 +1,8 @@
 """Kernels of other packages as backends: flash-linear-attention ("fla") and FlashQLA ("flash_qla").
 
-Neither is needed, and nothing of them is imported before a call asks for it. A peer serves a call only with exactly the
-contract of the ops; `why_not` says why it cannot. Padding and packed documents never reach it: layers zero what padded
-tokens write, and every document gets a row before a backend is called. A peer is taken when it is named, and only then.
+Neither package is needed, and nothing of it is imported before a call names it. Only then is it used. It must fulfil
+the contract of the op exactly; `why_not` says why it cannot. Padding and packed documents never reach it: layers zero
+what padded tokens write, and every document gets a row of its own before a backend is called.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from longrecall.ops.linear_attention.chunked import STRONGEST_DECAY
 from longrecall.ops.shapes import repeat_heads
 
 DTYPES = (torch.bfloat16,)
-"""In float32 peers multiply in tf32, in float16 they round states to it, which overflow; our contract excludes both."""
+"""The only dtype: in float32 the packages multiply in tf32, in float16 their states overflow."""
 
 LEAST_WIDTH = 64
 """Channels of a head. Tiles of fewer are multiplied wrongly by Triton 3.6 on Hopper (ops/kernels/launch.py)."""
@@ -43,7 +43,7 @@ class Peer:
     functions: dict[tuple[str, str], tuple[str, str]]
     """(op, kind of decay) -> module and function."""
     shares_keys: frozenset[str]
-    """Functions whose value heads may share key heads; the others get them repeated."""
+    """Functions whose value heads may share key heads. For the others key heads are repeated."""
     widest: dict[str, int]
     """Most key channels, by function."""
 
@@ -151,7 +151,7 @@ def _run(name: str, op: str, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         del given["g"]
     if "beta" in inputs:
         given["beta"] = inputs["beta"].float()
-    # A launch goes to the current device, which need not be that of the tensors.
+    # Kernels are launched on the current device, which need not be that of the tensors.
     with torch.cuda.device(v.device if v.is_cuda else -1):
         out, final = work(**given, scale=inputs["scale"], initial_state=inputs["state"], output_final_state=True)
     return out, final.float()
@@ -167,7 +167,7 @@ def _decay(inputs: Mapping[str, Any]) -> str:
 
 def _log_decay(name: str, log_decay: Tensor | None, v: Tensor) -> Tensor | None:
     if log_decay is None:
-        # FlashQLA knows no call without a decay; zeros are exact.
+        # FlashQLA has no call without a decay; a decay of zeros gives the same result.
         shape, zeros = v.shape[:3], name == "flash_qla"
         return torch.zeros(shape, device=v.device, dtype=torch.float32) if zeros else None
     decay = log_decay.float().clamp(min=STRONGEST_DECAY[torch.float32])
@@ -252,7 +252,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 @functools.cache
 def _loaded(module: str, function: str) -> tuple[Callable[..., Any] | None, str | None]:
-    """The function, or why it cannot be imported: a package that does not fit the machine raises errors of any kind."""
+    """The function, or why it cannot be imported. A package that does not fit the machine may raise any error."""
     try:
         return getattr(importlib.import_module(module), function), None
     except Exception as error:

@@ -1,11 +1,12 @@
-"""Matrix products of what is kept in float32, in bfloat16 where a call asks for no more and the CPU multiplies it fast.
+"""Matrix products of float32 numbers that may be computed in bfloat16, where the CPU multiplies it fast.
 
-The operands of a product are rounded to bfloat16, the CPU adds up in float32, and each product is rounded once more as
-it is returned (there is no other output type on a CPU); sums of products, states, decays and inverses stay in float32.
-A call is taken to ask for no more when its queries, keys or values are bfloat16: every product then has such a rounding
-in it already (layers of a bfloat16 model or under autocast pass some of the three on in float32). In the accumulation
-dtype every function here is the plain product, bit for bit. Linear attention uses it; the delta rule's many small
-products gained nothing (benchmarks/results/cpu_ops_amd.json).
+The operands of a product are rounded to bfloat16 and the CPU adds up in float32. Each product is rounded once more as
+it is returned, as a CPU has no other output type. Sums of products, states, decays and inverses stay in float32.
+
+A call is computed in bfloat16 when its queries, keys or values are bfloat16. Every product then contains such a
+rounding already. (Layers of a bfloat16 model, or under autocast, pass some of the three on in float32.) In the
+accumulation dtype every function here is the plain product, bit for bit. Linear attention uses this; the many small
+products of the delta rule became no faster (benchmarks/results/cpu_ops_amd.json).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What every recurrence with queries, keys and values does around the backend that serves it.
+"""The steps that every recurrence with queries, keys and values takes around its backend.
 
-Documents that are packed into one row are unpacked, the state is prepared, a backend is chosen and run.
+Packed documents get a row each, the initial state is prepared, and a backend is chosen and run.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ SHORTEST_CHUNKED = 4
 """Up to this many steps the plain loop does less work than one padded chunk."""
 
 SHORTEST_TRITON = 16
-"""On a GPU a shorter sequence is bound by launches, and the plain loops make fewer of them."""
+"""On a GPU launches take most of the time of a shorter sequence, and the plain loops make fewer of them."""
 
 
 def too_short(inputs: Inputs) -> str | None:
-    """Why kernels gain nothing for values v ``[B, T, H, V]``, in words; None = they do."""
+    """Why kernels are not faster for values v ``[B, T, H, V]``, in words; None = they are."""
     v = inputs["v"]
     assert v is not None
     short = v.shape[1] < SHORTEST_TRITON

@@ -10,16 +10,16 @@ from typing import Any
 
 from longrecall.errors import UserError, did_you_mean
 from longrecall.models.formats import (
-    falcon_mamba,
     bamba,
     falcon_h1,
+    falcon_mamba,
     fla_delta_net,
     fla_gated_delta_net,
     fla_gla,
     fla_retnet,
+    granitemoehybrid,
     jamba,
     kimi_linear,
-    granitemoehybrid,
     mamba_ssm,
     native,
     nemotron_h,

@@ -2,8 +2,8 @@ r"""Chunked gated delta rule in plain torch (Yang et al. 2025, section 3.3; the 
 
 Write the update as :math:`S_t = e^{g_t} S_{t-1} + \beta_t k_t^\top w_t` with :math:`w_t = v_t - e^{g_t} k_t S_{t-1}`.
 Take a chunk of C tokens with inclusive cumulative log decay G, :math:`a = e^G`, :math:`b = e^{G_C - G}`,
-:math:`D_{ij} = e^{G_i - G_j}` for j <= i and 0 above, and the state S before it. The rows that write stand over those
-that read, :math:`R = [K; Q]` (2C rows; Q is already scaled), so that one product serves both:
+:math:`D_{ij} = e^{G_i - G_j}` for j <= i and 0 above, and the state S before it. Keys and queries are stacked,
+:math:`R = [K; Q]` (2C rows; Q is already scaled), so that one product serves both:
 
 .. math:: [L; M] = R K^\top \circ D \beta^\top, \qquad [Y; Z] = (a R) S, \qquad W = P (V - Y), \qquad
           O = Z + M W, \qquad S' = e^{G_C} S + (\beta b K)^\top W
@@ -21,16 +21,16 @@ Because :math:`\bar L = -P^\top (\bar W X^\top) P^\top = -\bar X W^\top`, one pr
 .. math:: \bar R = (E \beta^\top) K + a \circ F S^\top, \qquad
           H = E^\top R + b \circ W \bar S'^\top, \qquad \bar V = \bar X, \qquad \bar\beta = H \cdot K
 
-(row by row) where H is the gradient of :math:`\beta K`, and R passes its gradient on to K and Q. G only enters as
-:math:`e^{G}` beside rows of R and :math:`e^{-G}` beside rows of :math:`\beta K`, or in S', so that
+(row by row) where H is the gradient of :math:`\beta K`, and R passes its gradient on to K and Q. G only enters as the
+factor :math:`e^{G}` of rows of R, as the factor :math:`e^{-G}` of rows of :math:`\beta K`, and in S'. Therefore
 :math:`\bar G = \bar R \cdot R - \beta \bar\beta`, plus :math:`\langle \bar S', S' \rangle` at the chunk's last token.
 The forward keeps P, M, W and the states between chunks, and the backward computes the rest again. No exponent is ever
-positive, and the control flow depends on shapes alone, so that a CUDA graph can hold both.
+positive. The control flow depends on shapes only, so that a CUDA graph can record both passes.
 
-The kernels in triton/ keep beta with the values: their X and U are beta times X and W here, and their inverse is
-:math:`\beta P \beta^{-1}`.
+The kernels in triton/ multiply the values by beta first: their X and U are beta times X and W here, and their inverse
+is :math:`\beta P \beta^{-1}`.
 
-N chunks of E = B * H matrices each are laid out chunk after chunk, ``[N E, ...]``: a segment is a slice of them.
+N chunks of E = B * H matrices each are stored chunk after chunk, ``[N E, ...]``, so a segment is a slice of them.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from longrecall.ops.delta_rule import chunked_generalised
 from longrecall.ops.linear_attention.chunked import CHUNK, SEGMENT_CHUNKS, STRONGEST_DECAY
 from longrecall.ops.shapes import repeat_heads
 
-# What a segment holds of K or V on a CPU, 1 MiB in float32: the operands of its products then lie in the caches, and
-# two threads have enough to share.
+# Numbers of K or V in a segment on a CPU, 1 MiB in float32: the operands of its products then stay in the caches, and
+# there is enough work for two threads.
 SEGMENT_NUMBERS_CPU = 2**18
 # The size of the blocks that are inverted by substitution.
 SUBSTITUTION = 16
-# exp(-60) = 9e-27 is nothing beside any sum in float32; exponentials that underflow take twenty times as long.
+# exp(-60) = 9e-27 changes no sum in float32, and exponentials that underflow take twenty times as long.
 LOWEST_EXPONENT = {torch.float32: -60.0, torch.float64: -700.0}
 
 
@@ -78,7 +78,7 @@ def gated_delta_rule(
 
 
 class _Kept(NamedTuple):
-    """What the backward needs and would be dear to compute again."""
+    """What the forward keeps for the backward: it would take long to compute again."""
 
     inverse: Tensor
     """P ``[N E, C, C]``."""
@@ -145,7 +145,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Read once: under gradient checkpointing every access recomputes.
         saved = ctx.saved_tensors
-        # As the forward, which dispatch runs outside autocast: its products would be narrower than what they go into.
+        # Outside of autocast, as the forward: under it the products would have a narrower dtype than their sums.
         kind = grads[0].device.type
         with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
             d_state, gradients = _backward(saved[:5], ctx.scale, ctx.size, _Kept(*saved[5:]), *grads)
@@ -173,7 +173,7 @@ def _by_chunk(x: Tensor, size: int) -> Tensor:
 
 
 def _segments(k: Tensor, v: Tensor, size: int) -> list[range]:
-    """The chunks of every segment; those of one are worked on together."""
+    """The chunks of every segment. Those of one segment are computed together."""
     batch, length, heads, width = k.shape
     count = SEGMENT_CHUNKS
     if k.device.type == "cpu":
@@ -200,7 +200,7 @@ def _lay_out(q: Tensor, k: Tensor, scale: float, gates: _Gates) -> _Chunks:
     halves[..., :size, :].copy_(k)
     torch.mul(q, scale, out=halves[..., size:, :])
     keys = rows[:, :size]
-    # Exponents above the diagonal are positive: they are cut to 0 before what they give is removed.
+    # Exponents above the diagonal are positive: they are set to 0 first, and their results are removed after.
     decay = (gates.cumulative - gates.cumulative.transpose(1, 2)).clamp_(LOWEST_EXPONENT[k.dtype], 0).exp_().tril_()
     return _Chunks(rows, keys, decay[:, None], rows * gates.rows, keys * gates.written)
 
@@ -232,12 +232,12 @@ def _forward(
         part = gates.part(first, last)
         _run(_lay_out(q_n, k_n, scale, part), part, v_n, kept, out_n)
         final = kept.states[-heads:]
-    # A copy: the final state outlives the others.
+    # A copy, as the caller keeps the final state longer than the others.
     return out, final.reshape(state.shape).clone(), room
 
 
 def _room(count: int, state: Tensor, size: int) -> _Kept:
-    """Memory for what `count` matrices leave behind; `state` is ``[B, H, K, V]``."""
+    """Memory for what is kept of `count` matrices; `state` is ``[B, H, K, V]``."""
     batch, heads, width, value_width = state.shape
     square, states = (count, size, size), (count + batch * heads, width, value_width)
     return _Kept(*(state.new_empty(shape) for shape in (square, square, (count, size, value_width), states)))
@@ -256,7 +256,7 @@ def _run(chunks: _Chunks, gates: _Gates, v: Tensor, kept: _Kept, out: Tensor) ->
     for rows, keys, total, target, inverse, errors, old, new in zip(*(x.split(heads) for x in by_step), strict=True):
         torch.bmm(inverse, target.baddbmm_(rows, old, alpha=-1), out=errors)
         torch.mul(old, total, out=new).baddbmm_(keys, errors)
-    # A copy: where all is kept, half of what `scores` holds is not needed again.
+    # A copy, as half of `scores` is not needed for the backward.
     kept.scores.copy_(scores[:, size:])
     read = torch.bmm(chunks.rows_in[:, size:], before, out=targets).baddbmm_(kept.scores, kept.errors)
     out.copy_(read.view(out.shape))
@@ -265,8 +265,8 @@ def _run(chunks: _Chunks, gates: _Gates, v: Tensor, kept: _Kept, out: Tensor) ->
 def _invert(lower: Tensor, out: Tensor) -> None:
     """Write (I + L)^-1 into `out`, L the strictly lower triangle of `lower` ``[M, C, C]``; the rest is not used.
 
-    Blocks on the diagonal by substitution, which is stable for any keys. Then two neighbours become one of twice their
-    size: below X^-1 and beside Y^-1 comes -Y^-1 B X^-1, where B is L's block there.
+    Blocks on the diagonal are inverted by substitution, which is stable for any keys. Then two neighbours X and Y
+    become one block of twice their size: its lower left quarter is -Y^-1 B X^-1, where B is the block of L there.
     """
     size = SUBSTITUTION
     identity = torch.eye(size, dtype=lower.dtype, device=lower.device)
@@ -310,7 +310,7 @@ def _backward(
         torch.mul(halves[..., size:, :], scale, out=d_q)
         torch.addcmul(halves[..., :size, :], d_keys.view(k_n.shape), part.beta.view(*k_n.shape[:4], 1), out=d_k)
         d_v.copy_(d_targets.view(d_v.shape))
-        # In place: what has been read for the last time needs no memory of its own.
+        # In place: what is not read again needs no memory of its own.
         torch.sum(d_rows.mul_(chunks.rows), dim=-1, keepdim=True, out=by_row[here])
         torch.sum(d_keys.mul_(chunks.keys), dim=-1, keepdim=True, out=d_beta[here])
         d_after = d_states[heads:].mul_(segment.states[heads:])

@@ -13,9 +13,9 @@ depends on the state before the token. Take a chunk of C tokens with inclusive c
 * generalised delta rule: a the removal keys, b the replacement keys, Y = -(a, k) V.
 
 This is the WY form of Yang et al. 2024b with a decay per channel. No exponent is ever positive: a block of scores is
-halved again and again, and the lower left quarter of every block is a product of two factors measured from its middle.
-Autograd runs through these formulas, a few chunks at a time: a segment keeps what enters it and computes the rest
-again, so memory grows linearly with T.
+halved again and again. The lower left quarter of every block is a product of two factors whose decays are measured from
+the middle of the block. Autograd differentiates these formulas, a few chunks at a time. A segment keeps its inputs and
+computes the rest again, so memory grows linearly with T.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def generalised_delta_rule(
 
 def _over_segments(inputs: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
     """g, q, a, b, v and perhaps k ``[B, T, H, ...]``, `state` ``[B, H, K, V]`` -> outputs, final state."""
-    # split, not slices: the backward of a slice fills a tensor of the whole length.
+    # split, not slices: the backward of a slice writes a gradient of the whole length.
     pieces = zip(*(x.split(CHUNK * segment_chunks(x), dim=1) for x in inputs), strict=True)
     differentiate = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, state))
     outputs = []
@@ -107,7 +107,8 @@ def _segment(
 
 def _pair_scores(q: Tensor, a: Tensor, columns: tuple[Tensor, ...], cumulative: Tensor) -> list[tuple[Tensor, Tensor]]:
     """(q, c) and (a, c) ``[..., C, C]`` for each of `columns`, as the formulas above define them."""
-    # Row i of `a` stands where row i - 1 of q does: its decay ends one token earlier. The first row meets no column.
+    # Row i of `a` is moved to the place of row i - 1, as its decay ends one token earlier. Its first row meets no
+    # column.
     rows = torch.stack([q, F.pad(a[..., 1:, :], (0, 0, 0, 1))])[:, None]
     scores = causal_scores(rows, torch.stack(columns)[None], cumulative)
     shifted = F.pad(scores[1, ..., :-1, :], (0, 0, 1, 0))
@@ -117,8 +118,8 @@ def _pair_scores(q: Tensor, a: Tensor, columns: tuple[Tensor, ...], cumulative: 
 def causal_scores(rows: Tensor, columns: Tensor, cumulative: Tensor) -> Tensor:
     r""":math:`A_{ij} = \sum_d r_{id} c_{jd} e^{G_{id} - G_{jd}}` for j <= i, zero above the diagonal.
 
-    `rows`, `columns` and the inclusive cumulative log decay G (never rising) are ``[..., C, K]`` and broadcast over
-    what stands before; returns ``[..., C, C]``.
+    `rows`, `columns` and the inclusive cumulative log decay G (never rising) are ``[..., C, K]``. Their leading
+    dimensions broadcast. Returns ``[..., C, C]``.
     """
     size = cumulative.shape[-2]
     if size <= EXPLICIT_BLOCK or size % 2:

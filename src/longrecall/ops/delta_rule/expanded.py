@@ -1,6 +1,6 @@
-"""The delta rule of a whole layer: expansion, short convolutions, norms and the rule, in kernels alone.
+"""The delta rule of a whole layer: expansion, short convolutions, norms and the rule, only in kernels.
 
-What it means is the plain path of the layer that calls it (layers/mixers/delta_net.py).
+Its definition is the plain path of the layer that calls it (layers/mixers/delta_net.py).
 """
 
 from __future__ import annotations
@@ -18,4 +18,4 @@ EXPANDED_DELTA_RULE = declare(
 )
 
 expanded_delta_rule = kernel("delta_rule.triton.expanded", "expanded_delta_rule")
-"""`delta_rule.triton.expanded.expanded_delta_rule`, for calls that `EXPANDED_DELTA_RULE` gives to the kernels."""
+"""`delta_rule.triton.expanded.expanded_delta_rule`, for calls whose choice by `EXPANDED_DELTA_RULE` is the kernels."""

@@ -1,4 +1,4 @@
-"""Decay and write strength of Gated DeltaNet, made of two small projections of a token."""
+"""Decay and write strength of Gated DeltaNet, from two small projections of a token."""
 
 from __future__ import annotations
 

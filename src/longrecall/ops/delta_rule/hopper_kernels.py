@@ -17,7 +17,7 @@ WIDTH = 128
 """Key and value channels of the states that the walks and the gradients of the keys are built for."""
 
 FEWEST = 3
-"""A walk forward gains something from one state for every three multiprocessors on; measured on an H200."""
+"""A walk forward is faster from one state for every three multiprocessors on; measured on an H200."""
 
 
 def _any_sizes() -> str | None:

@@ -52,8 +52,8 @@ def generalised_delta_rule(
     .. math:: S_t = (\mathrm{diag}(e^{g_t}) - b_t^\top a_t) S_{t-1} + k_t^\top v_t, \qquad
               o_t = \mathrm{scale} \cdot q_t S_t
 
-    What the removal key a reads of the state before the token is taken away at the replacement key b. Shapes as above;
-    `log_decay`, `removal` and `replacement` ``[B, T, G, K]``.
+    The removal key a reads the state before the token, and what it reads is subtracted at the replacement key b. Shapes
+    as above; `log_decay`, `removal` and `replacement` ``[B, T, G, K]``.
     """
     q, k, log_decay, removal, replacement = (
         repeat_heads(x, v.shape[2]) for x in (q, k, log_decay, removal, replacement)

@@ -1,4 +1,4 @@
-"""The gated delta rule of a layer with subheads: values shared by E states a head, their outputs added up.
+"""The gated delta rule of a layer with subheads: E states per head share its values, and their outputs are added up.
 
 Plain torch repeats the values and adds up E outputs; the kernels (triton/chunked.py) do neither. State heads are
 ordered by key head, then subhead, then value head of that key head.
@@ -38,7 +38,7 @@ def share_values(v: Tensor, key_heads: int, subheads: int) -> Tensor:
 
 
 def sum_subheads(o: Tensor, key_heads: int, subheads: int, weights: Tensor | None) -> Tensor:
-    """o ``[B, T, Hv * E, V]`` -> ``[B, T, Hv, V]``, times `weights` ``[Hv, E]`` or 1, added up in at least float32."""
+    """o ``[B, T, Hv * E, V]``, times `weights` ``[Hv, E]`` or 1, -> sums ``[B, T, Hv, V]`` in at least float32."""
     if subheads == 1 and weights is None:
         return o
     wide = o if o.dtype == torch.float64 else o.float()
@@ -61,7 +61,7 @@ def subhead_delta_rule(
     weights: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Gated delta rule with E states a value head, which all write its values.
+    r"""Gated delta rule with E states per value head, which all write the same values.
 
     :math:`o_t = \sum_e w_e \, o_t^{(e)}`, each :math:`o^{(e)}` as in `gated_delta_rule`. Source: "Scaling up the State
     Size of RNN LLMs for Long-Context Scenarios", section 4.2, equations 9 and 10.
@@ -94,7 +94,7 @@ def subhead_delta_rule(
         raise ValueError(f"weights must be {[value_heads, subheads]}; got {list(weights.shape)}")
     key_heads = q.shape[2] // subheads
     inputs = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
-    # Another package serves the rule with repeated values, below.
+    # Another package takes the path below, which repeats the values.
     named = BACKENDS.get(backend or backend_from_environment() or "")
     theirs = named is not None and named.peer
     if not theirs and SUBHEAD_DELTA_RULE.on_kernels({**inputs, "state": initial_state}, backend) and v.numel():

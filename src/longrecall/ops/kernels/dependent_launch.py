@@ -52,7 +52,7 @@ def serves(device: int) -> bool:
 
 @triton.jit
 def wait_for_previous(EARLY: tl.constexpr):
-    """The first call in a kernel that does not prefetch: wait for the kernel before, then let the next one start."""
+    """Wait for the kernel before, then let the next one start: the first call of a kernel that does not prefetch."""
     if EARLY != 0:
         gdc_wait()
         gdc_launch_dependents()
@@ -60,7 +60,7 @@ def wait_for_previous(EARLY: tl.constexpr):
 
 @triton.jit
 def wait_unless_prefetching(EARLY: tl.constexpr):
-    """The first call in a kernel that can prefetch: `wait_for_previous`, unless it was launched to prefetch."""
+    """`wait_for_previous`, unless the kernel was launched to prefetch: the first call of a kernel that can prefetch."""
     if EARLY == 1:
         gdc_wait()
         gdc_launch_dependents()
@@ -68,7 +68,7 @@ def wait_unless_prefetching(EARLY: tl.constexpr):
 
 @triton.jit
 def wait_if_prefetching(EARLY: tl.constexpr):
-    """The call after a kernel has prefetched: `wait_for_previous`, if it was launched to prefetch."""
+    """`wait_for_previous`, if the kernel was launched to prefetch: the call after it has prefetched."""
     if EARLY == 2:
         gdc_wait()
         gdc_launch_dependents()

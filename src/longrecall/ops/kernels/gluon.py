@@ -1,4 +1,4 @@
-"""How kernels in Gluon are made and launched: as plain ones are (see `ops.kernels.launch`), from another source."""
+"""How kernels in Gluon are compiled and launched. They share the cheaper launches of `ops.kernels.launch`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ class GluonKernel(Kernel, GluonJITFunction):  # type: ignore[misc]
 
 
 def gluon_kernel(function: Any) -> GluonKernel:
-    """gluon.jit without compiling anew for other values of the sizes in `VARYING`, and with cheaper launches."""
+    """gluon.jit with cheaper launches, and without a new compilation for other values of the sizes in `VARYING`."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return GluonKernel(function, do_not_specialize=[name for name in VARYING if name in names])

@@ -1,8 +1,8 @@
 """Kernels in Gluon, Triton's language of explicit layouts, for Hopper GPUs (compute capability 9.0).
 
-Plain Triton leaves loads, products and elementwise work to follow each other. Here they run at the same time. Every
-kernel has a plain one that takes the same tensors and means the same; that one serves all that `why_not` names.
-Importing this package imports neither Gluon nor any kernel.
+In plain Triton loads, products and elementwise work follow each other. In Gluon they run at the same time. Each of
+these kernels replaces a Triton kernel that takes the same tensors and computes the same. The Triton kernel runs
+wherever `why_not` gives a reason. Importing this module imports neither Gluon nor any kernel.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from longrecall.ops.execution import GLUON, gluon_wanted
 from longrecall.ops.kernels.launch import interpreting
 
 CAPABILITY = (9, 0)
-"""Warp group products and their layouts are those of this compute capability alone."""
+"""Only this compute capability has these warp group products and their layouts."""
 
 TRITON = "3.6."
-"""Gluon renames its functions from one release to the next: the one these kernels are written for."""
+"""The release that these kernels are written for: Gluon renames its functions from one release to the next."""
 
 ALIGNED = 16
-"""Bytes that an asynchronous copy moves at once, from and to addresses that are multiples of them."""
+"""Bytes that an asynchronous copy moves at once. Both addresses must be multiples of this number."""
 
 SWITCH = GLUON
-"""Environment variable: 0 leaves everything to the plain kernels."""
+"""Environment variable: with 0, Triton kernels run everywhere."""
 
 
 def why_not(x: Tensor, *others: Tensor) -> str | None:
-    """Why no kernel of this package can serve `x`, in words; None = device, dtype, address and Triton are fine.
+    """Why no kernel in Gluon can serve `x`, in words; None = dtype, device, address and Triton are fine.
 
-    `others` are on the same device: their addresses alone are looked at. Sizes are for each kernel's declaration to
-    look at. Cheap enough to be asked before every launch.
+    `others` are on the same device, so only their addresses are checked. Sizes are checked by the declaration of each
+    kernel (ops/hopper_kernels.py). This is cheap enough to be asked before every launch.
     """
     if reason := why_not_alike(x):
         return reason
@@ -43,7 +43,7 @@ def why_not(x: Tensor, *others: Tensor) -> str | None:
 
 
 def why_not_alike(x: Tensor) -> str | None:
-    """As `why_not`, for tensors like x, which may be without memory: addresses are not looked at."""
+    """As `why_not`, but without a check of addresses: x may be a tensor without memory."""
     if x.dtype != torch.bfloat16:
         return f"the kernels in Gluon are for bfloat16, not {str(x.dtype).removeprefix('torch.')}"
     if not x.is_cuda:
@@ -54,7 +54,7 @@ def why_not_alike(x: Tensor) -> str | None:
 
 
 def why_not_here() -> str | None:
-    """Why none of these kernels runs on this machine, in words; None = they can, for what `why_not` lets through."""
+    """Why none of these kernels can run on this machine, in words; None = they can."""
     if not gluon_wanted():
         return f"{SWITCH} is 0"
     if not torch.cuda.is_available():
@@ -63,7 +63,7 @@ def why_not_here() -> str | None:
 
 
 def _unsuitable(device: int | None) -> str | None:
-    """Why the device of this number, None = the current one, or the Triton installed has no Gluon that fits."""
+    """Why a device or the installed Triton does not fit, in words; `device`: its number, None = the current one."""
     if interpreting():
         return "Triton's interpreter has no Gluon"
     if unwritten := other_triton():
@@ -75,11 +75,11 @@ def _unsuitable(device: int | None) -> str | None:
 
 
 _remembered = functools.cache(_unsuitable)
-"""For devices with a number: asked before every launch."""
+"""The same, remembered for each device number, as it is asked before every launch."""
 
 
 def other_triton() -> str | None:
-    """Why the Triton installed cannot compile these kernels, in words; None = it can."""
+    """Why the installed Triton cannot compile these kernels, in words; None = it can."""
     if triton.__version__.startswith(TRITON):
         return None
     return f"the kernels in Gluon are written for Triton {TRITON}x, not {triton.__version__}"

@@ -1,9 +1,9 @@
 """What every kernel file shares: how operands are rounded, products under Triton's interpreter, block sizes.
 
 Kernels round the operands of a matrix product to one dtype and add up in float32. bfloat16 inputs stay bfloat16.
-float16 inputs are multiplied as tf32, which holds every float16 and has float32's range, so a large state cannot
-overflow. float32 inputs are multiplied as three products of tf32 each, or as one where torch is told that this is good
-enough (`torch.set_float32_matmul_precision`).
+float16 inputs are multiplied as tf32. It holds every float16 number and has the range of float32, so a large state
+cannot overflow. A product of float32 inputs is computed as three products in tf32, or as one where torch was told that
+this is precise enough (`torch.set_float32_matmul_precision`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Arithmetic:
     """The dtype to which operands of products are rounded, and how tl.dot treats float32."""
 
     dtype: torch.dtype
-    """torch.bfloat16 or torch.float32; also the dtype of states and scores that wait in memory for a product."""
+    """torch.bfloat16 or torch.float32; also the dtype in which states and scores are stored for a later product."""
     precision: str
     """`input_precision` of tl.dot: "ieee", "tf32" or "tf32x3"."""
 
@@ -44,7 +44,7 @@ class Arithmetic:
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's CPU interpreter; decided by TRITON_INTERPRET when they are defined."""
+    """Whether kernels run in Triton's CPU interpreter. TRITON_INTERPRET decides it when a kernel is defined."""
     return interpreting_triton()
 
 
@@ -57,7 +57,7 @@ def arithmetic(dtype: torch.dtype) -> Arithmetic:
 
 
 MOST_ROWS = 2**16 - 1
-"""Programs along the second and third axis of a grid at most."""
+"""The most programs along the second or third axis of a grid."""
 
 
 def why_not_tensors(*tensors: Tensor) -> str | None:
@@ -71,14 +71,14 @@ def why_not_tensors(*tensors: Tensor) -> str | None:
 
 
 def block(size: int, largest: int) -> int:
-    """The block width for `size` channels: a power of two between 16, the least of tl.dot, and `largest`."""
+    """The block width for `size` channels: a power of two from 16, the least that tl.dot takes, to `largest`."""
     return int(max(16, min(largest, triton.next_power_of_2(size))))
 
 
 def product_block(size: int, largest: int, dtype: torch.dtype) -> int:
     """As `block`, for an operand of a product in `dtype`: on a GPU its rows have at least 128 bytes.
 
-    Triton 3.6 computes products of narrower tiles wrongly on Hopper. What is past `size` is masked.
+    Triton 3.6 computes products of narrower tiles wrongly on Hopper. The caller masks the columns past `size`.
     """
     least = 16 if interpreting() else 128 // dtype.itemsize
     return max(least, block(size, largest))
@@ -95,39 +95,39 @@ def _processors(device: torch.device) -> int:
 
 
 def walkers(x: Tensor, tiles: int, groups: int, each: int) -> int:
-    """Programs that share `tiles` tiles, `groups` times side by side: in all about `each` for each multiprocessor."""
+    """How many programs share `tiles` tiles, for each of `groups` groups: about `each` per multiprocessor in all."""
     return int(max(1, min(each * processors(x) // groups, tiles)))
 
 
 LEAST_CHUNKS = 4
-"""Chunks of a segment at least: a launch more takes as long as walking some."""
+"""The fewest chunks of a segment: one more launch takes as long as walking over a few chunks."""
 
 PROGRAMS = 2
-"""Programs of a walk per multiprocessor up to which its sequence is cut."""
+"""A sequence is cut into segments while a walk has at most this many programs per multiprocessor."""
 
 
 def segments(programs: int, chunks: int, processors: int, *, products: bool = False) -> int:
-    """Into how many segments, walked side by side, to cut a sequence of `chunks` that `programs` walk in one piece.
+    """Number of segments into which a sequence is cut, so that they can be walked side by side.
 
-    A segment has ceil(chunks / segments) chunks, the last one the rest: one at least. `products`: joining segments
-    takes a matrix product for each of them, one after the other. Those and the chunks of a segment, chunks / segments,
-    add up: least where both are alike.
+    `programs` would walk the `chunks` of the sequence in one piece. A segment has ceil(chunks / segments) chunks; the
+    last one has the rest, at least one. With `products`, joining the segments takes one matrix product for each, one
+    after the other. The time then grows with segments + chunks / segments, which is least where both are equal.
     """
     wanted = min(PROGRAMS * processors // programs, chunks // LEAST_CHUNKS)
     wanted = min(wanted, math.isqrt(chunks)) if products else wanted
     return int(triton.cdiv(chunks, triton.cdiv(chunks, max(1, wanted))))
 
 
-# Sizes that vary from call to call, or say nothing about alignment: a kernel is not compiled anew for their values.
+# Sizes that vary from call to call, or that say nothing about alignment. No kernel is compiled anew for their values.
 VARYING = ["B", "T", "N", "first", "chunks", "segments", "Hk", "Hv", "R", "P"]
 
 
 MOST_KINDS = 1024
-"""Kinds of arguments that a kernel remembers; then it begins anew, as lengths may differ with every call."""
+"""Kinds of arguments that a kernel remembers. Lengths may differ with every call, so then it forgets all of them."""
 
 
 def kernel(function: Any) -> Any:
-    """triton.jit without compiling anew for other values of the sizes in `VARYING`, and with cheaper launches."""
+    """triton.jit with cheaper launches, and without a new compilation for other values of the sizes in `VARYING`."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     options = {"do_not_specialize": [name for name in VARYING if name in names]}
     if interpreting():
@@ -137,10 +137,10 @@ def kernel(function: Any) -> Any:
 
 
 def why_not_remembered(made: Kernel) -> str | None:
-    """Why the launches of a kernel are left to Triton's own way, in words; None = `Kernel` knows the Triton installed.
+    """Why Triton itself has to launch a kernel, in words; None = `Kernel` can do so with the installed Triton.
 
-    What `Kernel` builds on is no public interface and may change with any release of Triton. So what is used is looked
-    for, not a version; where something is missing Triton launches its kernels itself, more slowly.
+    `Kernel` uses parts of Triton that are not public and may change with any release. So it looks for these parts, not
+    for a version. Where one is missing, Triton launches its kernels itself, which is slower.
     """
     missing = [name for name in ("run", "arg_names", "signature") if not hasattr(made, name)]
     missing += [name for name in ("launch_enter_hook", "launch_exit_hook") if not hasattr(triton.knobs.runtime, name)]
@@ -154,7 +154,7 @@ def can_start(compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...]) -> bo
     try:
         taken = inspect.signature(compiled.run)
     except (TypeError, ValueError):
-        # Written in C: it does not say what it takes.
+        # It is written in C, so its signature cannot be read.
         return callable(compiled.run)
     try:
         taken.bind(*(*grid, 1, 1)[:3], 0, None, None, None, None, None, *args)
@@ -164,11 +164,11 @@ def can_start(compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...]) -> bo
 
 
 class Kernel(triton.JITFunction):  # type: ignore[misc]
-    """A kernel that remembers what it launched for arguments of a kind, and launches that without looking it up.
+    """A kernel that remembers the compiled code for each kind of arguments, and launches it directly.
 
-    Triton's own launch looks at the environment, makes a string of all options and binds every argument anew. Arguments
-    are of one kind where types, dtypes, integers, constants and what addresses are modulo 16 are the same: Triton
-    compiles the same code for them.
+    Triton's own launch reads the environment, makes a string of all options and binds every argument anew. Arguments
+    are of one kind if their types, dtypes, integers, constants and addresses modulo 16 are the same. Triton compiles
+    the same code for all arguments of one kind.
     """
 
     def __init__(self, function: Any, **options: Any) -> None:
@@ -208,9 +208,9 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
 
 
 def start(compiled: Any, device: int, grid: tuple[int, ...], *args: Any) -> None:
-    """Launch a compiled kernel on the current device and its stream, with constants among the arguments.
+    """Launch a compiled kernel on the current device and its stream; the arguments include the constants.
 
-    Triton's own way makes a dictionary for hooks and calls both of them, also where nobody put any there.
+    Triton's own launch makes a dictionary for its two hooks and calls both, even where nobody has set any.
     """
     runtime = triton.knobs.runtime
     hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
@@ -222,7 +222,7 @@ def start(compiled: Any, device: int, grid: tuple[int, ...], *args: Any) -> None
 
 
 def _getter(types: tuple[type, ...], kind: type) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """What picks the arguments of `kind` out of arguments of these types."""
+    """A function that picks the arguments of `kind` out of arguments of these types."""
     places = [index for index, found in enumerate(types) if issubclass(found, kind)]
     if len(places) > 1:
         return operator.itemgetter(*places)
@@ -231,7 +231,7 @@ def _getter(types: tuple[type, ...], kind: type) -> Callable[[tuple[Any, ...]], 
 
 @triton.jit
 def product(a, b, total, DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """total + a @ b, operands rounded to DOT; then upcast for the interpreter, which multiplies bfloat16 wrongly."""
+    """total + a @ b, operands rounded to DOT; in float32 in the interpreter, which multiplies bfloat16 wrongly."""
     a = a.to(DOT)
     b = b.to(DOT)
     if UPCAST:
@@ -244,12 +244,13 @@ def product(a, b, total, DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.
 def softmax_step(
     logits, value, largest, total, mixed, DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """A running softmax after more logits ``[M, N]``, -inf = not seen, and their values ``[N, D]``.
+    """The running softmax after more logits ``[M, N]`` and their values ``[N, D]``; a logit of -inf does not count.
 
-    Its parts: the largest logit ``[M]``, the sum of exp(logit - largest), the sum of values ``[M, D]`` weighed by that.
+    It has three parts: the largest logit ``[M]``, the sum of exp(logit - largest) ``[M]``, and the sum of the values
+    ``[M, D]``, weighted by the same exponentials.
     """
     larger = tl.maximum(largest, tl.max(logits, 1))
-    # Nothing seen yet: -inf less -inf has no value.
+    # Where no logit has counted yet, -inf - (-inf) would be NaN.
     base = tl.where(larger == float("-inf"), 0.0, larger)
     kept, shares = tl.exp(largest - base), tl.exp(logits - base[:, None])
     total = total * kept + tl.sum(shares, 1)
@@ -264,6 +265,6 @@ def suffix_sum(x):
 
 
 def on_device(x: Tensor) -> Any:
-    """Triton launches on the current device, which need not be the one of `x`: a context that makes it so."""
+    """A context in which the device of `x` is the current one, on which Triton launches."""
     here = not x.is_cuda or x.get_device() == torch.cuda.current_device()
     return contextlib.nullcontext() if here else torch.cuda.device(x.device)

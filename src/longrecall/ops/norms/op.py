@@ -1,8 +1,8 @@
-"""What stands between a layer's large products: norms, gates and the sum of the residual stream.
+"""The work between the large products of a layer: norms, gates and the sum of the residual stream.
 
-Each op is written out in torch below (its definition), and has a kernel that makes one pass over memory and keeps
-nothing wider than the model for the backward pass (triton/rms_norm.py, triton/gated.py). The kernels take tensors on a
-GPU from 16 rows on; under torch.compile they stand back, as it fuses the definitions itself.
+The definition of each op is written in torch below. Each also has a kernel that makes one pass over memory, and keeps
+nothing for the backward pass in a wider dtype than the model's (triton/rms_norm.py, triton/gated.py). The kernels serve
+tensors on a GPU from 16 rows on. Under torch.compile they are not used, as it fuses the definitions itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from longrecall.ops.backends import Op, declare, kernel
 
 Gate = Literal["silu", "sigmoid", "silu_before"]
-"""The activation of a gate, and whether it is multiplied before the norm."""
+"""Name of a gate -> its activation, and whether it multiplies before the norm."""
 
 RMS_NORM = declare(Op("rms_norm", kernels="norms.triton.rms_norm", compiler_fuses=True))
 GATED_RMS_NORM = declare(Op("gated_rms_norm", kernels="norms.triton.gated", asks="why_not_norm", compiler_fuses=True))
@@ -135,7 +135,7 @@ def gated_norm_projection(
     """
     dtype = dtype or x.dtype
     if GATED_RMS_NORM.on_kernels({"x": x, "gate": gate, "weight": weight}, backend, groups=groups):
-        # What is multiplied has its dtype already, that of autocast where it is on; the matrix has to follow it.
+        # The normed rows have the dtype of the product already, under autocast too. The matrix is cast to it.
         with torch.autocast(x.device.type, enabled=False):
             out: Tensor = _gated_norm_projection(x, gate, weight, matrix.to(dtype), eps, kind, dtype, groups)
         return out
@@ -157,7 +157,7 @@ def gated_projection(gate: Tensor, up: Tensor, weight: Tensor, *, backend: str |
     The kernels keep gate and up for the backward pass, and make their product again. `backend` as in `rms_norm`.
     """
     if SILU_PRODUCT.on_kernels({"gate": gate, "up": up}, backend):
-        # Under autocast the projections before are narrow already; the weight has to follow them.
+        # Under autocast the projections have its dtype already. The weight is cast to it.
         with torch.autocast(gate.device.type, enabled=False):
             out: Tensor = _gated_projection(gate, up, weight.to(gate.dtype))
         return out

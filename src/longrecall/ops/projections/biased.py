@@ -1,4 +1,7 @@
-"""Linear maps with biases of one input, whose gradients add up in one buffer, and the sums that biases get."""
+"""Several linear maps with biases of one input, and the sums over rows that are the gradients of biases.
+
+The gradients that the maps give the input add up in one buffer.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ _column_sums_kernel = kernel("projections.triton.column_sums", "column_sums")
 def project_with_biases(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """x ``[..., d]`` times each weight ``[n, d]`` plus its bias ``[n]`` -> ``[..., n]`` each; all of one dtype.
 
-    Gradients reach all of them, once. On a GPU a kernel sums those of the biases, which torch is slow at where a matrix
-    is tall and narrow.
+    Gradients reach all of them, but cannot be differentiated again. On a GPU a kernel sums the gradients of the biases:
+    torch is slow at such sums where a matrix is tall and narrow.
     """
     return cast(tuple[Tensor, ...], _Project.apply(len(weights), x, *weights, *biases))
 

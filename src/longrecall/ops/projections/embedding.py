@@ -1,4 +1,4 @@
-"""Looking up rows of a table, with a gradient that a token which fills most of a batch does not hold up."""
+"""Looking up rows of a table. Its gradient stays fast where one token fills most of a batch."""
 
 from __future__ import annotations
 

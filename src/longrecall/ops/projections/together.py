@@ -13,15 +13,15 @@ from torch.nn import functional as F
 def project_together(x: Tensor, weights: Sequence[Tensor], joined: int = 0) -> tuple[Tensor, ...]:
     """x ``[..., d]`` times each weight ``[n, d]`` -> ``[..., n]`` each; all of one dtype.
 
-    Left to autograd, every product would write a gradient of x of its own, and every pair of them would be read and
-    added up; here a product adds to what the ones before it wrote.
+    Autograd would write one gradient of x for every product, then read and add up these gradients in pairs. Here each
+    product adds to what the products before it have written.
 
     Args:
-        x: What all weights multiply.
-        weights: The weights.
-        joined: How many of the last weights become one product. A narrow one costs the reading of x, forward and for
-            its own gradient, and reading and writing that of x: once for all of them. What it returns for them are
-            parts of wider rows.
+        x: what all weights multiply.
+        weights: the weights.
+        joined: how many of the last weights become one product. Every product reads x twice, and reads and writes its
+            gradient. For narrow weights that takes most of the time, so one product for all of them is faster. Their
+            results are parts of wider rows.
     """
     if joined < 2:
         return cast(tuple[Tensor, ...], _ProjectTogether.apply(x, *weights))

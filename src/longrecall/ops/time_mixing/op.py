@@ -43,7 +43,7 @@ def mix_with_previous(x: Tensor, shares: Tensor, *, backend: str | None = None) 
 def gated_group_norm(
     x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, *, backend: str | None = None
 ) -> Tensor:
-    """The heads of x, each less its mean and over its standard deviation, times weight, plus bias, times silu(gate).
+    """Norm every head of x by its mean and standard deviation; then times weight, plus bias, times silu(gate).
 
     Args:
         x: ``[B, T, H, V]``, any float dtype; computed in float32 (float64 for float64).

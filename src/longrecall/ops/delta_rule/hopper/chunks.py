@@ -1,6 +1,6 @@
 """What both walks of the gated delta rule in Gluon share: layouts, copies to and from shared memory, decays.
 
-A state and what belongs to it lie transposed in registers, value channels along the rows: see delta_walk_back.py.
+States and corrections are held transposed in registers, with value channels along the rows: walk_back.py says why.
 """
 
 from triton.experimental import gluon
@@ -25,7 +25,7 @@ NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 
 @gluon.jit
 def copy_rows(to, x, start, T, width: gl.constexpr):
-    """Send for a chunk's rows ``[64, 128]`` of a matrix of that width, from row `start` on; 0 past row T."""
+    """Start copying the rows ``[64, 128]`` of a chunk, from row `start` on, to shared memory; 0 past row T."""
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))[:, None]
     channel = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WIDE))[None, :]
     async_copy.async_copy_global_to_shared(to, x + row * width + channel, mask=row < T - start)
@@ -33,7 +33,7 @@ def copy_rows(to, x, start, T, width: gl.constexpr):
 
 @gluon.jit
 def copy_square(to, x):
-    """Send for a matrix ``[64, 64]``."""
+    """Start copying a matrix ``[64, 64]`` to shared memory."""
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, NARROW))[:, None]
     column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, NARROW))[None, :]
     async_copy.async_copy_global_to_shared(to, x + row * CHUNK + column)
@@ -49,7 +49,7 @@ def write_out(x, shared, left, width: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def heads_of(HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, SUBHEADS: gl.constexpr):
-    """This program's state, row of the batch and state head, and that head's key head, value head and subhead."""
+    """State, row of the batch and state head of this program, and the key head, value head and subhead of that head."""
     state_row = gl.program_id(0).to(gl.int64)
     head = gl.program_id(0) % HEADS
     REPEATS: gl.constexpr = HEADS // KEY_HEADS
@@ -59,7 +59,7 @@ def heads_of(HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, SUBHEADS: gl.constexp
 
 @gluon.jit
 def across(state_row):
-    """Where the numbers of a state ``[128, 128]`` lie in memory, transposed."""
+    """Offsets in memory of the numbers of a state ``[128, 128]``, transposed."""
     v_row = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, STATE))[:, None]
     k_column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STATE))[None, :]
     return state_row * (WIDTH * WIDTH) + k_column * WIDTH + v_row
@@ -77,7 +77,7 @@ def lines_of(cumulative, beta, state_row, b, head, n, T, chunks, HEADS: gl.const
 
 @gluon.jit
 def line():
-    """Shared memory for a number a token. Between stores to one and the same the compiler would put a barrier."""
+    """Shared memory for one number per token. Each use gets its own: stores to a shared one would need a barrier."""
     return gl.allocate_shared_memory(gl.float32, [CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -87,5 +87,5 @@ def decay_between(gates):
     later = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, SQUARE))[:, None]
     sooner = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, SQUARE))[None, :]
     between = gates.load(gl.SliceLayout(1, SQUARE))[:, None] - gates.load(gl.SliceLayout(0, SQUARE))[None, :]
-    # Where nothing is read e^(-inf) = 0; below the diagonal the exponent is never positive.
+    # Where a query reads nothing the factor is e^(-inf) = 0; elsewhere the exponent is never positive.
     return gl.exp(gl.where(later >= sooner, between, float("-inf")))

@@ -1,4 +1,4 @@
-"""The triangular inverse of the delta rule on Hopper: one warp a chunk, and no two lanes meet while they substitute."""
+"""The triangular inverse of the delta rule on Hopper: a warp per chunk, whose lanes substitute independently."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -70,7 +70,7 @@ def _diagonal(p, G, strength, i: gl.constexpr):
 
 @gluon.jit
 def _right(p, G, strength, j: gl.constexpr, i: gl.constexpr):
-    """-L of rows of block i and columns of block j < i, from k_j k_i^T: two bfloat16 as a product's right operand."""
+    """-L for rows of block i and columns of block j < i, from k_j k_i^T, as two bfloat16: a product's right operand."""
     anchor = G.slice(i * BLOCK, 1)
     before = gl.exp2((anchor.load(ROWS) - G.slice(j * BLOCK, BLOCK).load(ROWS)) * LOG2E)
     after = gl.exp2((G.slice(i * BLOCK, BLOCK).load(COLUMNS) - anchor.load(COLUMNS)) * LOG2E)
@@ -85,7 +85,7 @@ def _right(p, G, strength, j: gl.constexpr, i: gl.constexpr):
 
 @gluon.jit
 def _halves(x):
-    """x as the sum of two bfloat16, two numbers at a time: the plain formula would convert one by one."""
+    """x as the sum of two bfloat16. It converts two numbers at a time; the plain formula would convert one by one."""
     return gl.inline_asm_elementwise(
         """{
         .reg .f32 a, b;
@@ -111,7 +111,7 @@ def _left(x):
 
 @gluon.jit
 def _onto(a, b, c):
-    """c + a @ b of pairs of bfloat16; what both low halves make is left out."""
+    """c + a @ b for pairs of bfloat16, without the product of the two low halves."""
     c = mma_v2(a[1], b[0], c)
     c = mma_v2(a[0], b[1], c)
     return mma_v2(a[0], b[0], c)
@@ -124,7 +124,7 @@ def _product(a, b):
 
 @gluon.jit
 def _substitute(lower):
-    """Rows of (I + L)^-1 of four blocks from -L `[256, 4]`: a lane owns a column of two blocks. ``[4, 16]`` each."""
+    """Rows ``[4, 16]`` of (I + L)^-1 of four blocks from -L `[256, 4]`: a lane computes a column of two blocks."""
     column = gl.arange(0, BLOCK, gl.SliceLayout(0, PAIRS))[None, :]
     block = gl.arange(0, 4, gl.SliceLayout(1, PAIRS))[:, None]
     rows = (gl.where(column + 0 * block == 0, 1.0, 0.0),)
@@ -138,7 +138,7 @@ def _substitute(lower):
 
 @gluon.jit
 def _joined(x, HALF: gl.constexpr):
-    """The second half of the tensors as a last axis beside the first."""
+    """The tensors in pairs, first half with second half, each pair joined along a new last axis."""
     y = (gl.join(x[0], x[HALF]),)
     for r in gl.static_range(1, HALF):
         y += (gl.join(x[r], x[r + HALF]),)  # type: ignore[assignment]
@@ -147,13 +147,13 @@ def _joined(x, HALF: gl.constexpr):
 
 @gluon.jit
 def _woven(x):
-    """Sixteen rows ``[4, 16]`` as ``[4, 16 columns, 16 rows]``."""
+    """Sixteen rows ``[4, 16]`` as one tensor ``[4, 16 columns, 16 rows]``."""
     return _joined(_joined(_joined(_joined(x, 8), 4), 2), 1)[0].reshape([4, BLOCK, BLOCK])
 
 
 @gluon.jit
 def _assemble(square, highs, lows, L10, L20, L30, L21, L31, L32):
-    """All blocks of P to `square`, from the inverses on the diagonal, transposed, and -L of the blocks below it."""
+    """Write all blocks of P to `square`, from the transposed inverses on the diagonal and -L of the blocks below it."""
     none = gl.zeros([BLOCK, BLOCK], gl.bfloat16, MMA)
     for r in gl.static_range(4):
         for c in gl.static_range(r + 1, 4):
@@ -184,7 +184,8 @@ def invert_kernel(
     k, log_decay, beta, inverse, cumulative, T, strongest,
     KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
-    """P of one chunk of one head, bfloat16, and its cumulative log decay, float32: `delta_inverse.invert_kernel`.
+    """P of one chunk of one head, bfloat16, and its cumulative log decay, float32: `invert_kernel` of
+    triton/inverse.py.
 
     One warp. k ``[B, T, KEY_HEADS, K]`` bfloat16; log_decay and beta ``[B, T, HEADS]`` float32; grid
     ``(chunks * HEADS, B)``: neighbouring programs read neighbouring heads.

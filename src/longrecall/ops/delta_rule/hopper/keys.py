@@ -1,8 +1,8 @@
 """`keys_kernel` of the gated delta rule's backward (triton/backward.py) in Gluon, at the speed of memory.
 
-A program takes one (chunk, state) pair after the other. Blocks of 64 value channels, 56 KiB each, are on their way
-into a ring of three while the products of one of them run and while the pair before is finished. Its two warp groups
-share every product: each has all tokens and half of the channels.
+A program takes one pair of a chunk and a state after the other. Blocks of 64 value channels, 56 KiB each, are copied
+into a ring of three buffers. This goes on while the products of one block run, and while the pair before is finished.
+The two warp groups share every product: each has all tokens and half of the channels.
 """
 
 from typing import Any
@@ -28,13 +28,13 @@ RING = gl.constexpr(3)
 WARPS = gl.constexpr(8)
 
 BLOCK_COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
-"""Who moves which 16 bytes of a block."""
+"""Which thread copies which 16 bytes of a block."""
 
 TILE_COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
 """The same of queries and keys."""
 
 LINE = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))
-"""A number a token: every warp has them all."""
+"""One number per token: every warp holds all of them."""
 
 SQUARE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16]))
 """Scores of a chunk ``[64, 64]``: each warp group has half of the columns."""
@@ -47,8 +47,8 @@ WIDE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 
 def _place(pair, chunks, HEADS: gl.constexpr):
     """Chunk, row of the batch, value head, key head and state head of a pair.
 
-    Pairs that differ by the subhead alone follow each other, as they read the same gradient of the outputs. `HEADS`:
-    numbers of key heads, state heads, subheads and value heads.
+    Pairs that differ only by the subhead follow each other, as they read the same gradient of the outputs. `HEADS`:
+    the numbers of key heads, state heads, subheads and value heads.
     """
     REPEATS: gl.constexpr = HEADS[1] // HEADS[0]
     sub, n, row = pair % HEADS[2], (pair // HEADS[2]) % chunks, pair // HEADS[2] // chunks
@@ -59,7 +59,7 @@ def _place(pair, chunks, HEADS: gl.constexpr):
 
 @gluon.jit
 def _fetch_block(sources, ring, slot, column: gl.constexpr, pair, pairs, T, chunks, HEADS: gl.constexpr):
-    """Send for 64 value channels of a pair: O bar, U, X bar, S and S bar. One group of copies, empty past the last."""
+    """Start copying 64 value channels of a pair (O bar, U, X bar, S, S bar): one group, empty past the last pair."""
     d_out, corrections, d_targets, states, d_states = sources
     if pair < pairs:
         n, b, value_head, _, head = _place(pair, chunks, HEADS)
@@ -82,7 +82,7 @@ def _fetch_block(sources, ring, slot, column: gl.constexpr, pair, pairs, T, chun
 
 @gluon.jit
 def _fetch_keys(sources, tiles, numbers, pair, T, chunks, HEADS: gl.constexpr):
-    """Send for queries, keys, G and beta of a pair: one group of copies."""
+    """Start copying queries, keys, G and beta of a pair: one group of copies."""
     q, k, cumulative, beta = sources
     n, b, _, group, head = _place(pair, chunks, HEADS)
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, TILE_COPY))[:, None]
@@ -123,13 +123,13 @@ def _exp(x):
 
 @gluon.jit
 def _add(x, y):
-    """What a sum along a chunk is made of."""
+    """The sum of two numbers, for scans along a chunk."""
     return x + y
 
 
 @gluon.jit
 def _keep_scores(reads, writes, same, numbers, scores, scale):
-    """The gradients of both kinds of scores, rounded, and what the second gives keys: times beta.
+    """Store the gradients of both kinds of scores, rounded, and the second kind times beta, which the keys need.
 
     Returns the sums of the diagonal of `same` by row and warp group ``[64, 2]``.
     """
@@ -148,10 +148,10 @@ def _keep_scores(reads, writes, same, numbers, scores, scale):
 
 @gluon.jit
 def _finish(read, written, kept, product, tiles, numbers, scores, sums, weight, last, scale):
-    """The gradients of queries and keys ``[64, 128]``, and their sums by row to `sums`.
+    """The gradients of queries and keys ``[64, 128]``; their sums over rows go to `sums`.
 
-    `read`, `written` and `kept` are what the chunk's queries, keys and writes have to do with states; `product`
-    ``[64, 2]`` sums to <S bar, S>.
+    `read`, `written` and `kept` are the products with the states, for the queries, the writes and the keys of the
+    chunk. `product` ``[64, 2]`` adds up to <S bar, S>.
     """
     queries, keys = tiles
     G = numbers[0].load(gl.SliceLayout(1, WIDE))[:, None]
@@ -166,7 +166,7 @@ def _finish(read, written, kept, product, tiles, numbers, scores, sums, weight, 
     after = _by_warp_group(kept * key)
     sums[3].store(after + _exp(last) * gl.convert_layout(product, after.type.layout, assert_trivial=True))
     d_k = warpgroup_mma_wait(2, deps=[d_k])
-    # The weight is not rounded with the scores: what a token reads of itself then cancels in the decay's gradient.
+    # The weight is not rounded with the scores. So what a token reads of itself cancels in the decay's gradient.
     d_k = warpgroup_mma(scores[2].permute((1, 0)), keys, d_k * weight + kept, is_async=True)
     d_q = warpgroup_mma_wait(2, deps=[d_q])
     sums[0].store(_by_warp_group(d_q * queries.load(WIDE).to(gl.float32)))
@@ -179,7 +179,7 @@ def _finish(read, written, kept, product, tiles, numbers, scores, sums, weight, 
 
 @gluon.jit
 def _store_tiles(d_queries, d_keys, tiles, first, tokens, HEADS: gl.constexpr):
-    """Two tiles of shared memory to `tokens` rows ``[HEADS, 128]`` from `first` on."""
+    """Copy two tiles from shared memory to `tokens` rows ``[HEADS, 128]``, from row `first` on."""
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, TILE_COPY))[:, None]
     place = row * (HEADS * WIDTH) + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, TILE_COPY))[None, :]
     gl.store(d_queries + first + place, tiles[0].load(TILE_COPY), mask=row < tokens)
@@ -188,7 +188,7 @@ def _store_tiles(d_queries, d_keys, tiles, first, tokens, HEADS: gl.constexpr):
 
 @gluon.jit
 def _store_numbers(results, sums, strength, weight, first, tokens, here, HEADS: gl.constexpr):
-    """The gradients of gates and weight from the sums by row."""
+    """Write the gradients of the gates and the weight, from the sums over rows."""
     _, _, d_beta, d_decay, d_weights = results
     by_read, by_written, by_key, after = _both(sums[0]), _both(sums[1]), _both(sums[2]), _both(sums[3])
     i = gl.arange(0, CHUNK, layout=LINE)
@@ -203,9 +203,9 @@ def _store_numbers(results, sums, strength, weight, first, tokens, here, HEADS: 
 
 @gluon.jit
 def _buffers():
-    """Shared memory: the ring, queries and keys, G and beta, three kinds of scores, sums by row.
+    """Shared memory: the ring, queries and keys, G and beta, three kinds of scores, sums over rows.
 
-    All apart, as the compiler puts a barrier between any two accesses to one buffer of which one writes.
+    Each is a buffer of its own: between a write and another access to the same buffer the compiler puts a barrier.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK], gl.bfloat16)
     ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -232,7 +232,7 @@ def _buffers():
 
 @gluon.jit
 def _multiply(ring, slot, sums, MORE: gl.constexpr):
-    """Begin all products over the value channels of a block, 7 of them. `MORE`: add to the sums there are."""
+    """Start the 7 products over the value channels of a block. `MORE`: add to the sums of the blocks before."""
     reads, writes, same, read, written, kept = sums
     d_o, U, d_X = ring[0].index(slot), ring[1].index(slot), ring[2].index(slot)
     S, d_S = ring[3].index(slot), ring[4].index(slot)
@@ -241,7 +241,7 @@ def _multiply(ring, slot, sums, MORE: gl.constexpr):
     read = warpgroup_mma(d_o, S.permute((1, 0)), read, use_acc=MORE, is_async=True)
     written = warpgroup_mma(d_X, S.permute((1, 0)), written, use_acc=MORE, is_async=True)
     kept = warpgroup_mma(U, d_S.permute((1, 0)), kept, use_acc=MORE, is_async=True)
-    # <S bar, S> is the sum of this one's diagonal, for less than the states cost to read and to unpack.
+    # <S bar, S> is the sum of this product's diagonal. To read and unpack the states would take longer.
     half, d_half = S.slice(0, CHUNK, 0), d_S.slice(0, CHUNK, 0)
     same = warpgroup_mma(half, d_half.permute((1, 0)), same, use_acc=MORE, is_async=True)
     half, d_half = S.slice(CHUNK, CHUNK, 0), d_S.slice(CHUNK, CHUNK, 0)
@@ -255,11 +255,11 @@ def keys_kernel(
     d_queries, d_keys, d_beta, d_decay, d_weights, scale, B, T, chunks,
     KEY_HEADS: gl.constexpr, STATE_HEADS: gl.constexpr, SUBHEADS: gl.constexpr, VALUE_HEADS: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of q and k ``[B, T, STATE_HEADS, 128]``, and the gates' but for what values give beta's.
+    """The gradients of q and k ``[B, T, STATE_HEADS, 128]`` and of the gates, without the part v . X bar of beta's.
 
-    `d_queries` and `d_keys` may be q and k, where every pair has its own. `d_beta` and `d_decay` are float32
-    ``[B, T, STATE_HEADS]``, `d_weights` ``[B, STATE_HEADS, chunks]``. The rest as in `delta_backward.keys_kernel`. Any
-    number of programs.
+    `d_queries` and `d_keys` may be q and k themselves if no two pairs share them. `d_beta` and `d_decay` are float32
+    ``[B, T, STATE_HEADS]``, `d_weights` ``[B, STATE_HEADS, chunks]``. All else is as in `keys_kernel` of
+    triton/backward.py. The grid may have any number of programs.
     """
     HEADS: gl.constexpr = (KEY_HEADS, STATE_HEADS, SUBHEADS, VALUE_HEADS)
     ring, tiles, numbers, scores, sums = _buffers()
@@ -269,11 +269,11 @@ def keys_kernel(
     for c in gl.static_range(3):
         _fetch_block(blocks, ring, c, (c % 2) * BLOCK, gl.program_id(0) + (c // 2) * step, pairs, T, chunks, HEADS)
     slot = 0
-    # Of the pair before, which leaves shared memory during the products of this one: at first there is none.
+    # The results of the pair before are copied out during the products of this one. The first pair has none before it.
     first, weight = gl.program_id(0).to(gl.int64), gl.load(weights)
     here, tokens = first, T * 0
     for pair in range(gl.program_id(0), pairs, step):
-        # Both blocks of this pair are there: the group of copies that is not is of the next one's first.
+        # Both blocks of this pair have arrived: the one group of copies still under way is the next pair's first block.
         async_copy.wait_group(1)
         gl.thread_barrier()
         fence_async_shared()
@@ -312,7 +312,7 @@ def keys_kernel(
 
 
 def keys_backward(tensors: tuple[Tensor, ...], scale: float, processors: int) -> None:
-    """Run `keys_kernel` on its tensors, in their order: a program a multiprocessor, or a pair."""
+    """Launch `keys_kernel` on its tensors, in their order: a program per multiprocessor, at most one per pair."""
     q, beta, weights = tensors[0], tensors[2], tensors[3]
     rows, length, heads = beta.shape
     chunks = tensors[4].shape[2] // CHUNK.value

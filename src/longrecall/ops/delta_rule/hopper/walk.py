@@ -1,6 +1,6 @@
 """`walk_kernel` of the gated delta rule (ops/delta_rule/triton/forward.py) in Gluon.
 
-The state lies transposed in registers, value channels along the rows, for the reasons in delta_walk_back.py.
+The state is held transposed in registers, with value channels along the rows, for the reasons in walk_back.py.
 """
 
 from triton.experimental import gluon
@@ -32,9 +32,9 @@ from longrecall.ops.kernels.gluon import gluon_kernel
 
 @gluon.jit
 def _buffers(READ: gl.constexpr):
-    """Two of every tile that comes from memory: queries to READ, keys, values, P. Then two for what is made here.
+    """Shared memory: two of every tile that is loaded (queries if READ, keys, values, P), and two for results.
 
-    Outputs or corrections on their way out, transposed; beside them the scores, or the state.
+    These two hold outputs and scores, or corrections and the state; outputs and corrections are transposed.
     """
     rings = (
         gl.allocate_shared_memory(gl.bfloat16, [2 if READ else 1, CHUNK, WIDTH], TILE),
@@ -50,7 +50,7 @@ def _buffers(READ: gl.constexpr):
 @gluon.jit
 def _send(rings, slot, sources, state_row, b, n, group, value_head, T, chunks,
           KEY_HEADS: gl.constexpr, VALUE_HEADS: gl.constexpr, READ: gl.constexpr):  # fmt: skip
-    """Send for keys, values, P and, to READ, queries of a chunk: one group of copies, empty past the last chunk."""
+    """Start copying keys, values, P and, if READ, queries of a chunk: one group, empty past the last chunk."""
     if n < chunks:
         start = n * CHUNK
         first = (b * T + start) * (KEY_HEADS * WIDTH) + group * WIDTH
@@ -65,7 +65,7 @@ def _send(rings, slot, sources, state_row, b, n, group, value_head, T, chunks,
 
 @gluon.jit
 def _read_from_state(left, queries, keys):
-    """Set off what queries find in the state, and in the keys."""
+    """Start the products of the queries with the state and with the keys."""
     o = gl.zeros([WIDTH, CHUNK], gl.float32, TOKENS)
     o = warpgroup_mma(left, queries.permute((1, 0)), o, use_acc=False, is_async=True)
     scores = gl.zeros([CHUNK, CHUNK], gl.float32, SQUARE)
@@ -74,9 +74,9 @@ def _read_from_state(left, queries, keys):
 
 @gluon.jit
 def _keep_lines(lines, G, last, strength):
-    """Put G, the decays to the end of the chunk and from its start, and betas where all threads find them.
+    """Write G, the decays to the end of the chunk and from its start, and betas to shared memory.
 
-    Returns what the chunk leaves of the state before it.
+    Returns the decay of the state over the whole chunk.
     """
     lines[0].store(G)
     lines[1].store(gl.exp(last - G))
@@ -87,7 +87,7 @@ def _keep_lines(lines, G, last, strength):
 
 @gluon.jit
 def _correct(known, new, lines, P):
-    """Set off U from what the state knows of new values; returns it and X, its operand."""
+    """Start the product for U from what the keys read of the state; return it and its operand X."""
     X = (new - known * lines[2].load(COLUMN)[None, :]) * lines[3].load(COLUMN)[None, :]
     X = gl.convert_layout(X.to(gl.bfloat16), ONTO_TOKENS)
     U = gl.zeros([WIDTH, CHUNK], gl.float32, TOKENS)
@@ -101,7 +101,7 @@ def walk_kernel(
     KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, SUBHEADS: gl.constexpr, VALUE_HEADS: gl.constexpr,
     READ: gl.constexpr,
 ):  # fmt: skip
-    """As `delta_forward.walk_kernel` with PART = 1 and one segment, bfloat16 with K = V = 128; a program a state."""
+    """`walk_kernel` of triton/forward.py for PART = 1, one segment, bfloat16 and K = V = 128; a program per state."""
     rings, tokens, cells = _buffers(READ)
     lines = (line(), line(), line(), line())
     state_row, b, head, group, value_head, sub = heads_of(HEADS, KEY_HEADS, SUBHEADS)

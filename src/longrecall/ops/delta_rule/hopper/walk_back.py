@@ -1,9 +1,9 @@
 """`walk_back_kernel` of the gated delta rule (ops/delta_rule/triton/backward.py) in Gluon.
 
-The state's gradient lies transposed in registers, value channels along the rows. Then every product of the chain
-gradient -> U bar -> X bar -> gradient takes the one before as it lies in registers, and keys, queries and the inverse
-from shared memory: no thread waits for another, and what belongs to a token is a factor of a column. The two warp
-groups have 64 value channels each. The next chunk is on its way meanwhile.
+The state's gradient is held transposed in registers, with value channels along the rows. Every product of the chain
+gradient -> U bar -> X bar -> gradient can then take its left operand from the registers where the product before left
+it, and keys, queries and the inverse from shared memory. So no thread waits for another. A factor of a token is then a
+factor of a column. The two warp groups have 64 value channels each. The next chunk is loaded meanwhile.
 """
 
 from triton.experimental import gluon
@@ -35,7 +35,7 @@ from longrecall.ops.kernels.gluon import gluon_kernel
 
 @gluon.jit
 def _buffers():
-    """Two of every tile that comes from memory: queries, keys, O bar, P; then scores, S bar and X bar going out."""
+    """Shared memory: two of every tile that is loaded (queries, keys, O bar, P); scores; S bar and X bar to store."""
     rings = (
         gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, WIDTH], TILE),
         gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, WIDTH], TILE),
@@ -50,7 +50,7 @@ def _buffers():
 @gluon.jit
 def _send(rings, slot, sources, state_row, b, n, group, value_head, T, chunks,
           KEY_HEADS: gl.constexpr, VALUE_HEADS: gl.constexpr):  # fmt: skip
-    """Send for queries, keys, O bar and P of a chunk: one group of copies, empty before the first chunk."""
+    """Start copying queries, keys, O bar and P of a chunk: one group of copies, empty before the first chunk."""
     if n >= 0:
         start = n * CHUNK
         first = (b * T + start) * (KEY_HEADS * WIDTH) + group * WIDTH
@@ -64,7 +64,7 @@ def _send(rings, slot, sources, state_row, b, n, group, value_head, T, chunks,
 
 @gluon.jit
 def _begin(d_S, queries, keys, d_o, cells, reading, kept):
-    """Set off what needs no scores: (U bar, its operand), scores, O bar, (S bar with what is read, its operand)."""
+    """Start the products that need no scores: (U bar, its operand), scores, O bar, (part of S bar, its operand)."""
     rounded = d_S.to(gl.bfloat16)
     d_U = gl.zeros([WIDTH, CHUNK], gl.float32, TOKENS)
     left = gl.convert_layout(rounded, ONTO_TOKENS)
@@ -86,7 +86,7 @@ def walk_back_kernel(
     scale, T, chunks,
     KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, SUBHEADS: gl.constexpr, VALUE_HEADS: gl.constexpr,
 ):  # fmt: skip
-    """As `delta_backward.walk_back_kernel`, bfloat16 with K = V = 128; one program of 8 warps a state."""
+    """`walk_back_kernel` of triton/backward.py for bfloat16 and K = V = 128; one program of 8 warps per state."""
     rings, weighed, cells, targets = _buffers()
     gates, to_end, reading, erasing = line(), line(), line(), line()
     state_row, b, head, group, value_head, sub = heads_of(HEADS, KEY_HEADS, SUBHEADS)

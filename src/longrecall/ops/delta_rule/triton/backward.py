@@ -1,8 +1,8 @@
 """Kernels of the chunked gated delta rule, second half: the gradients.
 
 The letters are those of delta_rule/chunked.py: X and U are what a chunk writes before and after the inverse P, and a
-bar marks a gradient. The walk back owns one state's gradient as the walk forward owns the state; what is left then has
-no order in time, and every chunk gets a program of its own.
+bar marks a gradient. A program of the walk back holds the gradient of one state, as one of the walk forward holds the
+state. The other gradients have no order in time: every chunk gets a program of its own.
 """
 
 import triton
@@ -14,7 +14,7 @@ from longrecall.ops.kernels.launch import kernel
 
 @triton.jit
 def _chunk_of(x, b, start, T, head, HEADS: tl.constexpr, WIDTH: tl.constexpr, first, COLUMNS: tl.constexpr):
-    """`rows_of` a chunk from one pointer and 32-bit offsets, which leaves more registers to a state's gradient."""
+    """`rows_of` a chunk by one pointer and 32-bit offsets, which leaves more registers for a state's gradient."""
     x += (b * T + start) * (HEADS * WIDTH) + head * WIDTH + first
     row = tl.arange(0, CHUNK)[:, None]
     return tl.load(x + row * (HEADS * WIDTH) + tl.arange(0, COLUMNS)[None, :], mask=row < T - start, other=0.0)
@@ -55,11 +55,12 @@ def walk_back_kernel(
         P = tl.load(inverse + here * CHUNK * CHUNK + square)
         rounded = d_S.to(d_states.dtype.element_ty)
         tl.store(d_states + here * K * V + wide, rounded)
-        # The scores' transpose, so that no product needs one: row j is a key, column i the query that reads it.
+        # The scores are computed transposed, as the products need them: row j is a key, column i the query that reads
+        # it.
         later = i[:, None] <= i[None, :]
         decay = tl.where(later, tl.exp(tl.where(later, G[None, :] - G[:, None], 0.0)) * factor, 0.0)
         scores = dot(keys, tl.trans(queries), MODE) * decay
-        # Sums go into the accumulators of products: beside the state there is room for one more of them.
+        # Products add to the sums directly: beside the state, registers hold only one more sum.
         d_U = dot_onto(scores, d_o, dot(keys, rounded, MODE) * tl.exp(last - G)[:, None], MODE)
         d_X = dot(tl.trans(P), d_U, MODE)
         place = d_targets + here * CHUNK * V + tile(CHUNK, BV, V, first)
@@ -77,16 +78,16 @@ def values_kernel(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, SUBHEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, V: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The values' gradient, the sum of beta X bar over subheads, and the part v . X bar of beta's, for ROWS tokens."""
+    """For ROWS tokens: the gradient of the values, sum of beta X bar over subheads, and v . X bar, a part of beta's."""
     start, row = tl.program_id(0) * ROWS, tl.program_id(1).to(tl.int64)
     b, value_head = row // VALUE_HEADS, row % VALUE_HEADS
     REPEATS: tl.constexpr = HEADS // KEY_HEADS
     values = rows_of(v, b, start, T, value_head, VALUE_HEADS, V, 0, ROWS, V).to(tl.float32)
-    # d_values may be v: no thread writes before all have read.
+    # d_values may be v itself: all threads must have read before one writes.
     tl.debug_barrier()
     total = tl.zeros([ROWS, V], tl.float32)
     t = start + tl.arange(0, ROWS)
-    # The next subheads are asked for while this one is worked on, so that memory is not waited for.
+    # The next subheads are loaded while this one is computed, so that nothing waits for memory.
     for sub in tl.range(0, SUBHEADS, num_stages=3):
         head = ((value_head // REPEATS) * SUBHEADS + sub) * REPEATS + value_head % REPEATS
         place = ((b * HEADS + head) * chunks * CHUNK + start) * V + tile(ROWS, V, V, 0)
@@ -101,7 +102,7 @@ def values_kernel(
 def _against_values(d_out, states, corrections, d_states, d_targets, b, start, T, value_head, here, first,
                     VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
                     BV: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
-    """All that is summed over value channels: O bar and X bar against U, S and S bar; U against S bar; <S bar, S>."""
+    """All sums over value channels: products of O bar and X bar with U, S and S bar; of U with S bar; <S bar, S>."""
     reads, writes = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     read, written = tl.zeros([CHUNK, BK], tl.float32), tl.zeros([CHUNK, BK], tl.float32)
     kept = tl.zeros([CHUNK, BK], tl.float32)
@@ -129,12 +130,13 @@ def keys_kernel(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, SUBHEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of BK channels of q and k ``[B, T, HEADS, K]`` in one chunk, and their share of the gates'.
+    """Gradients of BK channels of q and k ``[B, T, HEADS, K]`` in one chunk, and what these add to the gates'
+    gradients.
 
     `d_queries` and `d_keys` may be q and k: no other program reads these channels. `d_beta` and `d_decay` are float32
     ``[K / BK, B, T, HEADS]``, `d_weights` ``[K / BK, B, HEADS, chunks]``.
     """
-    # Both on the first axis: the others are too short for the chunks of some long texts.
+    # Chunks and blocks share the first axis: the other axes are too short for the chunks of some long texts.
     BLOCKS: tl.constexpr = K // BK
     block, n, state_row = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS, tl.program_id(1).to(tl.int64)
     b, head, first, start = state_row // HEADS, state_row % HEADS, block * BK, n * CHUNK
@@ -157,9 +159,9 @@ def keys_kernel(
     t = start + i
     corner = (b * T + start) * (HEADS * K) + head * K + first
     place = i[:, None] * (HEADS * K) + tl.arange(0, BK)[None, :]
-    # The gradients may lie where q and k do: every warp has read its share of them before any writes.
+    # The gradients may overwrite q and k: every warp must have read its part before one writes.
     tl.debug_barrier()
-    # What is done with goes out before the next sum begins: five of them fill the registers.
+    # A finished result is stored before the next sum begins: five of them fill the registers.
     d_q = dot_onto(reads, keys, read * (a * scale), MODE)
     by_read = tl.sum(d_q * queries.to(tl.float32), 1)
     tl.store(d_queries + corner + place, (d_q * weight).to(d_queries.dtype.element_ty), mask=(t < T)[:, None])
@@ -167,7 +169,7 @@ def keys_kernel(
     by_written = tl.sum(d_written * keys.to(tl.float32), 1)
     kept *= w
     after = tl.sum(kept * keys.to(tl.float32))
-    # The weight is not rounded with the scores: what a token reads of itself then cancels in the decay's gradient.
+    # The weight is not rounded with the scores. So what a token reads of itself cancels in the decay's gradient.
     d_k = dot(tl.trans(reads), queries, MODE) * weight + kept
     d_k = dot_onto(tl.trans(writes * strength[:, None]), keys, d_k, MODE)
     d_G = strength * by_written + weight * by_read - tl.sum(d_k * keys.to(tl.float32), 1)

@@ -1,12 +1,12 @@
 """The chunked gated delta rule as Triton kernels, with values shared by subheads and their outputs added up.
 
-The forward keeps its inputs alone. The backward walks the chunks again to know the state before each of them, and works
-on a few rows of the batch at a time, so that its workspace does not grow with the batch.
+The forward keeps its inputs and the inverses of the chunks. The backward walks over the chunks again to get the state
+before each of them. It takes a few rows of the batch at a time, so that its workspace does not grow with the batch.
 
-Widths between those the kernels are built for are filled up with zeros. A key channel of zeros reads and writes
-nothing, a value channel of zeros stays zero, so nothing else changes. No kernel is built for fewer than 64 channels: in
-products of warp groups with tiles less than 128 bytes wide, code that Triton 3.6 made for an H200 computed nonsense or
-read outside its shared memory (https://github.com/triton-lang/triton/issues/11366 is of that kind).
+Other widths than those the kernels are built for are filled up with zeros. A key channel of zeros reads and writes
+nothing, and a value channel of zeros stays zero, so nothing else changes. No kernel is built for fewer than 64
+channels: in products of warp groups with tiles less than 128 bytes wide, code that Triton 3.6 made for an H200 computed
+wrong results or read outside of its shared memory (https://github.com/triton-lang/triton/issues/11366 is such a case).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from longrecall.ops.kernels.part_sums import added, part_sums
 from longrecall.ops.linear_attention.chunked import STRONGEST_DECAY
 
 WIDEST_FLOAT32_KEYS = 128
-"""Wider keys in products of float32 do not fit into registers: most of the state would live in memory."""
+"""Products of float32 with wider keys do not fit into registers: most of the state would be in memory."""
 
 MOST_STATES = launch.MOST_ROWS
-"""Programs along the second and third axis of a grid."""
+"""The most states of a call: each has programs of its own along the second or third axis of a grid."""
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor, **_: Any) -> str | None:
@@ -59,8 +59,9 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Same contract as `reference.gated_delta_rule`; q and k are rounded to the dtype of v, which decides the products.
 
-    bfloat16 multiplies in bfloat16, float16 in tensor-float-32 (as precise, without its narrow range), float32 in
-    three tensor-float-32 products (about float32's own precision). Sums, decays and states are float32 throughout.
+    bfloat16 is multiplied in bfloat16. float16 is multiplied in tensor-float-32, which is as precise and has a wider
+    range. float32 is multiplied by three products in tensor-float-32, about as precise as float32. Sums, decays and
+    states are always float32.
     """
     return subhead_delta_rule(q, k, v, log_decay, beta, scale, state, None)
 
@@ -98,9 +99,9 @@ def subhead_delta_rule(
 def complete(
     v: Tensor, log_decay: Tensor | None, beta: Tensor, weights: Tensor | None, state: Tensor | None
 ) -> tuple[Any, ...]:
-    """v, log decay, beta, weights and state as the kernels read them: in float32 all but v, none absent but the state.
+    """v, log decay, beta, weights and state as the kernels read them: contiguous, and in float32 except for v.
 
-    A state that is None, zeros, is neither made nor read.
+    Decay and weights that are None get their values. A state that is None, zeros, is neither made nor read.
     """
     value_heads = v.shape[2]
     if weights is None:
@@ -163,7 +164,7 @@ def _walk(
     grid = (plan.value_width // plan.value_block, plan.rows * plan.value_heads)
     whole = WALK.serves(v, q, k, inverse, **plan.widths, states=plan.rows * plan.heads, processors=processors)
     segments = 1 if whole else launch.segments(grid[0] * grid[1] * parts, plan.chunks, processors, products=True)
-    # Without queries there is room for one more chunk on its way.
+    # Without queries one more chunk can be loaded early.
     walking = plan.walking(2 if read or plan.kept == torch.float32 else 3)
     if segments > 1:
         first = beta.new_zeros(plan.states) if state is None else state
@@ -171,7 +172,7 @@ def _walk(
         walking |= delta_split.ahead(plan, grid[0] * grid[1] * parts * segments, processors)
     out = final = states = corrections = beta
     if read:
-        # A subhead with a part of its own adds nothing up: its outputs are rounded as they are written.
+        # Where every subhead has a part of its own, nothing is added up: outputs are rounded as they are written.
         kind = v.dtype if plan.subheads == 1 or plan.kept == torch.bfloat16 else torch.float32
         out, final = v.new_empty((parts, *v.shape), dtype=kind), beta.new_empty(plan.states)
     else:
@@ -204,9 +205,9 @@ def forward(scale: float, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]
 def backward(
     scale: float, inputs: tuple[Any, ...], solved: tuple[Tensor, Tensor], d_out: Tensor | None, d_final: Tensor | None
 ) -> list[Tensor | None]:
-    """The gradients of q, k, v, log decay, beta, weights and state, a group of rows at a time.
+    """The gradients of q, k, v, log decay, beta, weights and state, a group of rows of the batch at a time.
 
-    Those of outputs and final state are None for zeros; that of the state, where it wants none.
+    `d_out` and `d_final` None = zeros. The gradient of a state that requires none is None.
     """
     q, k, v, log_decay, beta, weights, state = inputs
     plan = plan_of(q, v, beta, scale)
@@ -224,13 +225,13 @@ def backward(
 
 
 def given(v: Tensor, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The gradients of outputs, as v, and final state as the kernels read them; None = zeros, which are made of v's."""
+    """The gradients of outputs and final state as the kernels read them; for outputs None becomes zeros."""
     d_out = torch.zeros_like(v) if d_out is None else d_out.contiguous()
     return d_out, None if d_final is None else d_final.contiguous()
 
 
 def room(state: Tensor | None) -> Tensor | None:
-    """Where the gradient of the first state goes; None where it wants none."""
+    """Memory for the gradient of the first state; None where it requires none."""
     return None if state is None or not state.requires_grad else torch.empty_like(state)
 
 
@@ -240,9 +241,9 @@ def of_rows(x: Tensor | None, rows: slice) -> Tensor | None:
 
 
 def rows_at_a_time(q: Tensor, v: Tensor, beta: Tensor) -> int:
-    """Rows of the batch for `group_backward` where q, k, v and what they are made of are held as well.
+    """Rows of the batch for each call of `group_backward`, for a caller who also holds q, k, v and their sources.
 
-    q ``[B, T, H * E, K]`` is read for its shape alone.
+    Only the shape of q ``[B, T, H * E, K]`` is used.
     """
     return plan_of(q, v, beta, 1.0).group_rows(launch.processors(v), more=4 * q[0].numel() + 3 * v[0].numel())
 
@@ -257,9 +258,9 @@ def group_backward(
 ) -> Tensor | None:
     """Write the gradients of q, k, v, log decay, beta and state of some rows to `into`.
 
-    Those of q, k and v may be q, k and v themselves, which are then lost. `solved` as `_invert` returns it. Returns the
-    gradient of the weights, None where they want none. That of the state is None in `into` where it wants none, and
-    `d_final` None = zeros.
+    The first three tensors of `into` may be q, k and v themselves, which are then overwritten. The last one is None for
+    a state that requires no gradient. `solved` is what `_invert` returned. `d_final` None = zeros. Returns the gradient
+    of the weights, None where they require none.
     """
     q, k, v, _, beta, weights, _ = inputs
     _, _, d_v, _, d_beta, d_state = into
@@ -281,20 +282,20 @@ def group_backward(
     d_weights = _keys_backward(plan, inputs, (cumulative, d_out, states, corrections, d_states, d_targets), into)
     if not weights.requires_grad:
         return None
-    # [Hkey, E, R] -> [Hkey, R, E]: the order of the state heads to that of the weights.
+    # [Hkey, E, R] -> [Hkey, R, E]: from the order of the state heads to that of the weights.
     by_head = d_weights.sum((0, 1, 3)).unflatten(0, (-1, plan.subheads, plan.heads // plan.key_heads))
     by_value_head: Tensor = by_head.transpose(1, 2).reshape(weights.shape)
     return by_value_head
 
 
 def _keys_backward(plan: Plan, inputs: tuple[Any, ...], walked: tuple[Tensor, ...], into: list[Any]) -> Tensor:
-    """The gradients of q, k and log decay, and the rest of beta's; returns the weights' ``[blocks, B, H, chunks]``."""
+    """Write the gradients of q, k, log decay and the rest of beta's; return the weights' ``[blocks, B, H, chunks]``."""
     q, k, _, log_decay, beta, weights, _ = inputs
     d_q, d_k, _, d_log_decay, d_beta, _ = into
     block = plan.key_tile
     explicit = KEYS.serves(q, k, d_q, d_k, *walked, **plan.widths)
     blocks = 1 if explicit else plan.key_width // block
-    # Value heads of one key head share its queries and keys: theirs add up afterwards, in float32.
+    # Value heads of one key head share its queries and keys: their gradients are added up afterwards, in float32.
     shared = plan.heads // plan.key_heads
     shape = (*q.shape[:2], plan.heads, plan.key_width)
     d_queries, d_keys = (x if shared == 1 else beta.new_empty(shape) for x in (d_q, d_k))

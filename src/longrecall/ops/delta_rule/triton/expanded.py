@@ -1,9 +1,11 @@
-"""The delta rule behind expansion and short convolutions, whose queries, keys and values are made twice, not kept.
+"""The delta rule after expansion and short convolutions. Its queries, keys and values are computed twice, not kept.
 
-From the projected heads they come by one pass over memory, so the backward makes them again, a few rows of the batch at
-a time. Expanded by E, queries and keys are E times as large as all else a layer holds on to: what it keeps, and its
-peak, hardly grow with E. The forward expands in the same pass, and so does the backward on Hopper; elsewhere it needs
-what the convolutions read, and makes it by a product before. All round alike (`expansion.expand_and_convolve`).
+They are computed from the projected heads in one pass over memory. So the backward computes them again, a few rows of
+the batch at a time. Expanded by E, queries and keys are E times as large as everything else that a layer keeps. As they
+are not kept, memory hardly grows with E.
+
+The forward expands in the same pass, and so does the backward on Hopper. Elsewhere the backward needs the inputs of the
+convolutions in memory, and computes them by a product first. All ways round alike (`expansion.expand_and_convolve`).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ Activation = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Heads:
-    """What the queries, the keys or the values of a layer are made of."""
+    """From what the queries, the keys or the values of a layer are computed."""
 
     projected: Tensor
     """``[B, T, H, D]``, before the activation."""
@@ -41,12 +43,12 @@ class Heads:
     taps: Tensor
     """The convolution, ``[H * E * D, 4]``."""
     state: Tensor
-    """Its inputs before the first token, ``[B, H * E * D, 3]``, in the dtype of what is projected."""
+    """The convolution's inputs before the first token, ``[B, H * E * D, 3]``, in the dtype of `projected`."""
 
     def tail(self, activation: Activation | None, grafted: bool, newest: Newest | None = None) -> Tensor:
         """The last three inputs of the convolution, ``[B, H * E * D, 3]``: its next state. At least 3 tokens.
 
-        `newest`: where they lie when padding comes last; None = there is none.
+        `newest`: where these inputs lie if there is padding at the end; None = there is no padding.
         """
         make = _Maker(activation, grafted)
         if newest is None:
@@ -71,8 +73,8 @@ def expanded_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Expansion, convolution and SiLU of all three, the L2 norm of queries and keys, `delta_rule.subhead_delta_rule`.
 
-    Gradients reach all tensors; `state` None = zeros. `activation` (before the expansion) and `grafted` are those of
-    the expansions, if any.
+    Gradients reach all tensors; `state` None = zeros. `activation` (before the expansion) and `grafted` describe the
+    expansions, if there are any.
     """
     make = _Maker(activation, grafted)
     gates = delta_rule.complete(values.projected, log_decay, beta, weights, state)[1:]
@@ -101,11 +103,11 @@ class _Maker:
     grafted: bool
 
     def active(self, y: Tensor) -> Tensor:
-        """What the expansion multiplies."""
+        """The activated heads, which the expansion multiplies."""
         return cast(Activation, self.activation)(y)
 
     def inputs(self, first: Tensor, weight: Tensor | None, grafted: Tensor | None) -> Tensor:
-        """The convolution's inputs ``[B, T, H * E, D]`` from `active`, or from projected heads without an expansion."""
+        """The convolution's inputs ``[B, T, H * E, D]`` from activated heads, or projected ones without expansion."""
         return first if weight is None else expansion.expand(first, weight.to(first.dtype), grafted)
 
     def tail(self, y: Tensor, weight: Tensor | None) -> Tensor:
@@ -134,11 +136,11 @@ class _Maker:
 
 
 HEADS = 12
-"""Inputs of the autograd function that queries, keys and values are made of, four each."""
+"""Inputs of the autograd function for queries, keys and values: four for each."""
 
 
 class _ExpandedDeltaRule(torch.autograd.Function):
-    """Maker, scale; of q, of k and of v: projected, state, weight or None, taps; log decay, beta, weights, state.
+    """Maker, scale; for each of q, k and v: projected, state, weight or None, taps; log decay, beta, weights, state.
 
     The last state may be None, zeros.
     """
@@ -176,7 +178,7 @@ def _backward(
     step = _rows_at_a_time(heads, beta)
     groups = [slice(first, first + step) for first in range(0, len(beta), step)]
     queries, keys = (_Remade(make, heads[first : first + 4], groups, normalise=True) for first in (0, 4))
-    # Values are few: made once for all rows.
+    # Values take little memory: they are computed once for all rows.
     values = _Remade(make, heads[8:], [slice(None)], normalise=False)
     v = values.make(slice(None))
     for rows in groups:
@@ -195,7 +197,7 @@ def _backward(
 
 
 class _Remade:
-    """Queries, keys or values in the backward: made again for some rows of the batch, a group, after the other."""
+    """Queries, keys or values in the backward, which are computed again for one group of rows after the other."""
 
     def __init__(self, make: _Maker, heads: Sequence[Any], groups: list[slice], *, normalise: bool) -> None:
         self.maker, self.normalise, self.heads = make, normalise, list(heads)
@@ -206,14 +208,14 @@ class _Remade:
             self.weight, self.active = weight.to(y.dtype).contiguous(), make.active(y)
             self.d_weights = self.weight.new_empty((len(groups), *weight.shape))
             self.for_weight = iter(self.d_weights)
-        # Which kernels serve a group is asked once: the room for its gradients, its forward and its backward go by it.
+        # Asked once for each group: memory for its gradients, its forward and its backward all depend on the answer.
         self.on_hopper = {rows.start: self.serves_on_hopper(rows) for rows in groups}
         counts = [self.parts(rows) for rows in groups]
         self.d_taps = y.new_empty((sum(counts), convolution.WIDTH, len(taps)), dtype=torch.float32)
         self.for_taps = iter(self.d_taps.split(counts))
 
     def parts(self, rows: slice) -> int:
-        """Parts of the taps' gradient that come from some rows: of the kernel that is given the same tensors."""
+        """How many parts of the taps' gradient the backward of some rows writes."""
         if self.heads[2] is None:
             return convolution.parts(self.heads[0][rows])
         return expansion.parts(self.active[rows], self.heads[3], self.on_hopper[rows.start])
@@ -226,7 +228,7 @@ class _Remade:
         return expansion.serves_on_hopper(self.active[rows], self.weight, grafted)
 
     def make(self, rows: slice) -> Tensor:
-        """What the layer's forward made of these rows."""
+        """The queries, keys or values of these rows, as the forward computed them."""
         self.rows, (y, state, weight, taps) = rows, self.heads
         if weight is None:
             return convolution.forward(y[rows], taps, state[rows], normalise=self.normalise)
@@ -237,7 +239,7 @@ class _Remade:
         return made
 
     def backward(self, d_made: Tensor) -> None:
-        """Keep the gradients of what the last `make` was made of, given its own."""
+        """Store the gradients of the inputs of the last `make`, given that of its result."""
         y, state, d_y, d_before = (x[self.rows] for x in (*self.heads[:2], self.d_y, self.d_before))
         if self.heads[2] is None:
             rest = (self.heads[3], state, d_made, d_y, d_before, next(self.for_taps))
@@ -253,11 +255,11 @@ class _Remade:
             d_y += d_grafted
 
     def gradients(self) -> list[Tensor | None]:
-        """Those of projected heads, state, weight (None where there is none) and taps."""
+        """The gradients of projected heads, state, weight (None where there is none) and taps."""
         _, _, weight, taps = self.heads
         d_weight = None
         if weight is not None:
-            # Rounded as it is written for every group; added up in float32.
+            # Each group's gradient was rounded when it was written; they are added up in float32.
             one = len(self.d_weights) == 1
             d_weight = self.d_weights[0].to(weight.dtype) if one else self.d_weights.sum(0, dtype=weight.dtype)
         d_taps = column_sums(self.d_taps.flatten(1)).unflatten(0, self.d_taps.shape[1:]).t()
@@ -265,7 +267,7 @@ class _Remade:
 
 
 def _rows_at_a_time(heads: Sequence[Tensor], beta: Tensor) -> int:
-    """Rows of the batch that are made again together."""
+    """Rows of the batch in a group."""
     (y, state), v = heads[:2], heads[8]
     shape = (*y.shape[:2], state.shape[1] // y.shape[3], y.shape[3])
     return delta_rule.rows_at_a_time(torch.empty(shape, device="meta"), v, beta)

@@ -1,8 +1,8 @@
-"""Kernels of the chunked gated delta rule, first half: what all of them share, and the walk over the chunks.
+"""Kernels of the chunked gated delta rule, first half: common functions, and the walk over the chunks.
 
-The mathematics and the letters are those of delta_rule/chunked.py. A program of the walk owns one state ``[K, BV]`` in
-registers and reads a chunk's keys, values and inverse once, so that nothing of the length of the sequence is written
-except what is asked for. State heads are numbered key head, subhead, value head of that key head.
+The mathematics and the letters are those of delta_rule/chunked.py. A program of the walk holds one state ``[K, BV]`` in
+registers and reads the keys, values and inverse of a chunk once. Only the results that are asked for are written. State
+heads are ordered by key head, then subhead, then value head of that key head.
 """
 
 import triton
@@ -15,10 +15,10 @@ CHUNK = tl.constexpr(64)
 
 @triton.jit
 def dot(a, b, MODE: tl.constexpr):
-    """a @ b summed in float32. MODE "bf16" rounds both to bfloat16; "bf16 wide" also, and multiplies in float32.
+    """a @ b summed in float32. MODE "bf16" rounds both to bfloat16; "bf16 wide" does too, and multiplies in float32.
 
-    Triton's interpreter computes nonsense from a dot of bfloat16: there the wide mode stands in. Otherwise MODE is a
-    precision of Triton's float32 dot.
+    The wide mode is for Triton's interpreter, whose dot of bfloat16 is wrong. Any other MODE is a precision of Triton's
+    float32 dot.
     """
     if MODE == "bf16":
         c = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
@@ -31,7 +31,7 @@ def dot(a, b, MODE: tl.constexpr):
 
 @triton.jit
 def dot_onto(a, b, c, MODE: tl.constexpr):
-    """c + a @ b as `dot`, added up where c lies: no second set of registers holds the product."""
+    """c + a @ b as `dot`. The product is added to the registers of c, so it needs none of its own."""
     if MODE == "bf16":
         c = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), c)
     elif MODE == "bf16 wide":
@@ -43,7 +43,7 @@ def dot_onto(a, b, c, MODE: tl.constexpr):
 
 @triton.jit
 def exact_dot(a, b, MODE: tl.constexpr):
-    """a @ b of small float32 blocks, at float32's precision also where MODE is a lower one."""
+    """a @ b of small float32 blocks with the precision of float32, whatever MODE is."""
     return tl.dot(a, b, input_precision="ieee" if MODE == "bf16 wide" or MODE == "ieee" else "tf32x3")
 
 
@@ -51,7 +51,7 @@ def exact_dot(a, b, MODE: tl.constexpr):
 def rows_of(
     x, b, start, T, head, HEADS: tl.constexpr, WIDTH: tl.constexpr, first, COUNT: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """COUNT rows from `start` on of one head of ``[B, T, HEADS, WIDTH]``, its COLUMNS from `first` on; 0 past T."""
+    """COUNT rows from `start` on, COLUMNS channels from `first` on, of a head of ``[B, T, HEADS, WIDTH]``; 0 past T."""
     t = start + tl.arange(0, COUNT)
     columns = first + tl.arange(0, COLUMNS)
     place = (b * T + t)[:, None] * (HEADS * WIDTH) + head * WIDTH + columns[None, :]
@@ -93,9 +93,9 @@ def carried(keys, U, G, last, S, MODE: tl.constexpr):
 def _read(q, k, S, U, out, weight, scale, b, start, T, group, part_row, value_head, first, G, e, PART: tl.constexpr,
           KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
           MODE: tl.constexpr):  # fmt: skip
-    """What the queries of one chunk read from the state before it and from the chunk itself, added to `out`.
+    """Add to `out` what the queries of one chunk read from the state before it and from the chunk itself.
 
-    This is subhead e of PART: those before it have written there.
+    e is the number of the subhead within PART; the subheads before it have written to `out` already.
     """
     i = tl.arange(0, CHUNK)
     queries = rows_of(q, b, start, T, group, KEY_HEADS, K, 0, CHUNK, K)
@@ -116,16 +116,15 @@ def walk_kernel(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, SUBHEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
     PART: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
-    """PART subheads of one value head one after the other, each from the first chunk of a segment to its last.
+    """Walk over a segment for PART subheads of one value head, one after the other, from its first chunk to its last.
 
-    The sequence is one segment, or several that know the state before them: `initial` ``[B, HEADS, segments, K, V]``,
-    see delta_split.py; None = one segment from zeros. Programs of the third axis are the parts of one segment after the
-    other.
+    The sequence is one segment or several. `initial` ``[B, HEADS, segments, K, V]`` holds the state before each (see
+    segments.py); None = one segment from zeros. Along the third axis of the grid come all parts of the first segment,
+    then those of the next.
 
-    READ: their outputs are added up in `out` ``[parts, B, T, VALUE_HEADS, V]``, float32 where there are several, and
-    the final states stored.
-    Otherwise U goes to `corrections` ``[B, HEADS, chunks * C, V]`` and the state before every chunk to `states`
-    ``[B, HEADS, chunks, K, V]``.
+    READ: outputs are added up in `out` ``[parts, B, T, VALUE_HEADS, V]``, float32 where a part has several subheads,
+    and the final states are stored. Otherwise U goes to `corrections` ``[B, HEADS, chunks * C, V]``, and the state
+    before every chunk to `states` ``[B, HEADS, chunks, K, V]``.
     """
     PARTS: tl.constexpr = SUBHEADS // PART
     first, row, part = tl.program_id(0) * BV, tl.program_id(1).to(tl.int64), tl.program_id(2) % PARTS

@@ -1,4 +1,4 @@
-"""The gradients of the delta rule's gates from what its kernels leave of them, in one launch instead of six."""
+"""Sums of the parts that the delta rule's kernels write of the gates' gradients, in one launch instead of six."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 from longrecall.ops.kernels.launch import kernel
 
 BLOCK = 1024
-"""Numbers of either gradient that a program makes."""
+"""Numbers of each gradient that a program computes."""
 
 
 @kernel
 def gate_gradients_kernel(
     beta_parts, decay_parts, log_decay, d_beta, d_log_decay, size, strongest, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Parts ``[PARTS, size]`` summed: onto `d_beta`, and to `d_log_decay` where the decay was not bounded."""
+    """Sum parts ``[PARTS, size]``: add beta's to `d_beta`, and write the decay's, 0 where the decay was bounded."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     strength = tl.load(d_beta + i, mask=inside, other=0.0)
@@ -32,9 +32,9 @@ def gate_gradients_kernel(
 def finish_gates(
     beta_parts: Tensor, decay_parts: Tensor, log_decay: Tensor, d_beta: Tensor, d_log_decay: Tensor, strongest: float
 ) -> None:
-    """Add the sum of beta's parts ``[P, ...]`` to `d_beta` ``[...]`` and write that of the decay's to `d_log_decay`.
+    """Add the sum of beta's parts ``[P, ...]`` to `d_beta` ``[...]``, and write the decay's sum to `d_log_decay`.
 
-    All float32 and contiguous. A log decay below `strongest` was taken for it: its gradient is 0.
+    All tensors are float32 and contiguous. The kernels replace a log decay below `strongest` by it: its gradient is 0.
     """
     size = d_beta.numel()
     gate_gradients_kernel[(triton.cdiv(size, BLOCK),)](

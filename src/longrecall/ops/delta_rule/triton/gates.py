@@ -1,7 +1,7 @@
-"""The two gates of Gated DeltaNet in one launch, forward and backward: plain torch takes nine for what fits in one.
+"""The two gates of Gated DeltaNet in one launch, forward and backward; plain torch needs nine.
 
-They are small, a number or two for each head of a token, so that launches are what they cost. The gradients of the rate
-and the bias of a head are sums over tokens: every program adds up its own tokens, and torch adds up the programs.
+They are small, a number or two for each head of a token, so that launches take most of the time. The gradients of the
+rate and the bias of a head are sums over tokens: every program adds up its own tokens, and torch adds up the programs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 from longrecall.ops.kernels.launch import kernel, on_device, why_not_tensors
 
 TILE = 512
-"""Numbers of either gate that a program works on, tokens times heads."""
+"""Numbers of each gate that a program computes: tokens times heads."""
 
 MOST_HEADS = 8192
-"""Heads of a token, which one tile holds."""
+"""The most heads: a tile holds all heads of a token."""
 
 
 @triton.jit
@@ -40,11 +40,11 @@ def _sigmoid(x):
 
 @triton.jit
 def _step(decay, bias, place, heads, inside, H: tl.constexpr):
-    """softplus(a + bias) as torch computes it, a + bias itself past 20, and its derivative."""
+    """softplus(a + bias) and its derivative, as torch computes them: past 20 the softplus is a + bias itself."""
     x = tl.load(decay + place, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(bias + heads, mask=heads < H, other=0.0).to(tl.float32)
     small = tl.exp(tl.minimum(x, 20.0))
-    # log(1 + e) loses what e has below 1; this correction of it does not.
+    # In 1 + e the last digits of e are lost; the correction below restores them.
     whole = 1.0 + small
     log = tl.where(whole == 1.0, small, tl.log(whole) * (small / tl.where(whole == 1.0, 1.0, whole - 1.0)))
     return tl.where(x > 20.0, x, log), _sigmoid(x)
@@ -93,7 +93,7 @@ def why_not(decay: Tensor, write: Tensor, **_: Any) -> str | None:
 def delta_gates(decay: Tensor, write: Tensor, log_rate: Tensor, bias: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """See `ops.delta_rule.gates.delta_gates`."""
     heads = decay.shape[-1]
-    # Rows of a wider projection are read where they lie.
+    # Rows that are part of a wider projection are read in place.
     rows = [x if x.stride(1) == 1 else x.contiguous() for x in (y.reshape(-1, heads) for y in (decay, write))]
     both = cast(tuple[Tensor, Tensor], _DeltaGates.apply(factor, *rows, log_rate, bias))
     return both[0].view(decay.shape), both[1].view(decay.shape)

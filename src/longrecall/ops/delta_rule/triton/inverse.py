@@ -42,7 +42,7 @@ def _block(products, beta_i, G_i, G_j):
 
 @triton.jit
 def _diagonal_block(products, beta_i, G_i):
-    """A 16 x 16 block of L on the diagonal, transposed: what is kept lies above."""
+    """A 16 x 16 block of L on the diagonal, transposed: its numbers lie above the diagonal."""
     i = tl.arange(0, 16)
     above = i[:, None] < i[None, :]
     decay = tl.where(above, tl.exp(tl.where(above, G_i[None, :] - G_i[:, None], 0.0)), 0.0)

@@ -13,7 +13,7 @@ from longrecall.ops.delta_rule.triton.forward import CHUNK
 from longrecall.ops.kernels.launch import arithmetic, interpreting
 
 WORKSPACE = 11 * 2**28
-"""Bytes that the backward may hold beside its inputs and outputs, unless a single row of the batch needs more."""
+"""Bytes of workspace that the backward may use, unless a single row of the batch needs more."""
 
 SIZE = int(CHUNK.value)
 
@@ -31,7 +31,7 @@ class Plan:
     key_width: int
     value_width: int
     mode: str
-    """How products are computed; see `delta_forward.dot`."""
+    """How products are computed; see `dot` in forward.py."""
     scale: float
 
     @property
@@ -40,12 +40,12 @@ class Plan:
 
     @property
     def kept(self) -> torch.dtype:
-        """Dtype of what one kernel leaves for the next one's products."""
+        """Dtype in which a kernel stores the operands of a later kernel's products."""
         return torch.bfloat16 if self.mode.startswith("bf16") else torch.float32
 
     @property
     def value_block(self) -> int:
-        """Value channels of one state in registers; on a GPU 128 bytes of them at least."""
+        """Value channels of a program's state: on a GPU at least 128 bytes of them."""
         return min(self.value_width, 64 if self.kept == torch.bfloat16 or self.key_width <= 64 else 32)
 
     @property
@@ -55,12 +55,12 @@ class Plan:
 
     @property
     def value_tile(self) -> int:
-        """Value channels that such a program sums over at a time."""
+        """Value channels over which a program of `keys_kernel` sums at a time."""
         return min(self.value_width, 64 if self.kept == torch.bfloat16 else 32)
 
     @property
     def tile_stages(self) -> int:
-        """How many of these tiles are on their way at a time."""
+        """How many such tiles are loaded at a time."""
         return 2 if self.kept == torch.bfloat16 else 1
 
     @property
@@ -82,16 +82,16 @@ class Plan:
         return {"SUBHEADS": self.subheads, "VALUE_HEADS": self.value_heads}
 
     def walking(self, stages: int = 2) -> dict[str, Any]:
-        """Constants of both walks; `stages`: chunks on their way at a time, where keys are not too wide for it."""
+        """Constants of both walks; `stages`: chunks that are loaded at a time, 1 where keys are too wide for more."""
         widths = {"K": self.key_width, "V": self.value_width, "BV": self.value_block, "MODE": self.mode}
         stages = 1 if self.key_width > 128 else stages
         return {**self.heads_of, **self.sharing, **widths, "num_warps": 4, "num_stages": stages}
 
     def parts(self, processors: int) -> int:
-        """How many programs share the subheads of a value head, each with a sum of its own.
+        """How many programs share the subheads of a value head. Each writes a sum of its own.
 
-        In float32 few, yet enough to be busy. In bfloat16 every subhead has its own, rounded once: half the traffic of
-        four sums in float32 to which 8 subheads add.
+        In float32 they are as few as keep the GPU busy. In bfloat16 every subhead has a program, whose sum is rounded
+        once: for 8 subheads that is half the memory traffic of four programs that add to sums in float32.
         """
         if self.kept == torch.bfloat16:
             return self.subheads
@@ -100,7 +100,7 @@ class Plan:
         return next(fits, self.subheads)
 
     def group_rows(self, processors: int, more: int = 0) -> int:
-        """Rows of the batch that the backward takes at a time; `more` numbers a row are held beside its own."""
+        """Rows of the batch that the backward takes at a time; `more`: numbers per row that the caller holds too."""
         tokens = self.heads * self.chunks * SIZE
         numbers = 2 * tokens * self.value_width + 2 * tokens // SIZE * self.key_width * self.value_width + more
         most = WORKSPACE // (numbers * self.kept.itemsize)

@@ -1,17 +1,18 @@
 r"""The walk of the gated delta rule cut into segments that run side by side, for calls with few states.
 
-A program of `delta_forward.walk_kernel` goes from chunk to chunk, and one row of 8 heads has 16 of them: most of a GPU
-has nothing to do. Over any stretch of tokens the state changes by an affine map, :math:`S' = A S + B`, with A
-``[K, K]`` made of keys, betas and decays alone. So the sequence is cut into segments, and
+A program of `walk_kernel` (forward.py) goes from chunk to chunk. One row of 8 heads has only 16 programs, so most of a
+GPU would have nothing to do. Over any stretch of tokens the state changes by an affine map, :math:`S' = A S + B`, where
+A ``[K, K]`` depends on keys, betas and decays only. So the sequence is cut into segments:
 
-1. `pieces_kernel` walks them side by side, reading no queries: from a state of zeros for B, and from the identity
-   without values for A;
-2. `starts_kernel` goes from segment to segment, one product each, and leaves the state before every segment
-   (`starts_in_memory_kernel` where a map does not fit into registers, or float32's own precision is wanted);
+1. `pieces_kernel` walks over them side by side without queries: from a state of zeros for B, and from the identity,
+   without values, for A.
+2. `starts_kernel` goes from segment to segment with one product each, and stores the state before every segment.
+   `starts_in_memory_kernel` does so where a map does not fit into registers, or where the precision of float32 is
+   wanted.
 3. `walk_kernel` reads all segments side by side, each from its own state.
 
-The first segment is walked from the true state and needs no A, the last one no piece at all. The rounding is that of
-the plain walk: A is a state like another, in float32, and products with it are far more precise than the walk's own.
+The first segment is walked from the true state and needs no A; the last one needs neither A nor B. The rounding is that
+of a walk in one piece: A is computed like a state, in float32, and products with it are far more precise than the walk.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from longrecall.ops.delta_rule.triton.plan import Plan
 
 WIDEST_IN_REGISTERS = 128
-"""Key channels of a map that a program can hold as an operand."""
+"""The most key channels of a map A that a program can hold as an operand."""
 
 
 @kernel
@@ -64,7 +65,7 @@ def pieces_kernel(
     given = (channels < tl.where(segment == 0, K, 0)) & (columns < BV)
     S = tl.load(initial + state_row * K * V + tile(K, BV, V, first), mask=given, other=0.0).to(tl.float32)
     S += tl.where(channels == columns + tl.where(mapping, first, K), 1.0, 0.0)
-    # Without values a token only erases: no row of them is within the sequence then.
+    # For A the values are zeros: all their rows are taken to lie outside of the sequence.
     columns_of_v, tokens = tl.where(mapping, 0, first), tl.where(mapping, 0, T)
     per = (chunks + segments - 1) // segments
     for n in range(segment * per, (segment + 1) * per):
@@ -91,11 +92,11 @@ def starts_kernel(
     ends, maps, initial, starts, segments,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """BV columns of the state before every segment, ``[rows, HEADS, segments, K, V]``: S' = A S + B one by one.
+    """BV columns of the state before every segment, ``[rows, HEADS, segments, K, V]``, by S' = A S + B one by one.
 
-    The state stays in registers, and the next map is on its way meanwhile. MODE "bf16" (or "bf16 wide"): both operands
-    are split into a bfloat16 and what that leaves, again a bfloat16; all but the product of the two rests is summed,
-    which leaves an error of 2^-16.
+    The state stays in registers while the next map is loaded. MODE "bf16" (or "bf16 wide"): both operands are split
+    into a bfloat16 and a remainder, also bfloat16. The product of the two remainders is left out, which is an error of
+    2^-16.
     """
     first, state_row = tl.program_id(0) * BV, tl.program_id(1).to(tl.int64)
     wide, square = tile(K, BV, V, first), tile(K, K, K, 0)
@@ -118,9 +119,9 @@ def starts_in_memory_kernel(
     ends, maps, initial, starts, segments,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """The same at float32's precision, for any K.
+    """The same with the precision of float32, for any K.
 
-    A state goes through memory on its way to the next product, whose operand it is a block of BK rows at a time.
+    The state is written to memory, and the next product reads it back in blocks of BK rows.
     """
     first, state_row = tl.program_id(0) * BV, tl.program_id(1).to(tl.int64)
     wide = tile(K, BV, V, first)
@@ -149,7 +150,7 @@ def starts(plan: Plan, inputs: tuple[Tensor, ...], solved: tuple[Tensor, Tensor]
     heads, widths = (plan.rows, plan.heads), (plan.key_width, plan.value_width)
     ends = state.new_empty((*heads, count - 1, *widths))
     maps = state.new_empty((*heads, count - 2, plan.key_width, plan.key_width))
-    # Two of these fit on a multiprocessor with their loads begun earlier.
+    # Two of these programs fit a multiprocessor, even with the constants that begin loads earlier.
     walking = {**plan.walking(), **ahead(plan, 1, 1)}
     # A GPU's blocks of values divide the keys as well; the interpreter has smaller heads.
     block = min(walking["BV"], plan.key_width)
@@ -164,7 +165,7 @@ def starts(plan: Plan, inputs: tuple[Tensor, ...], solved: tuple[Tensor, Tensor]
 
 
 def ahead(plan: Plan, programs: int, processors: int) -> dict[str, Any]:
-    """How walks of so many programs load: with none beside it on its multiprocessor, one begins its loads earlier."""
+    """Constants of a walk of so many programs: one that is alone on its multiprocessor begins its loads earlier."""
     alone = programs <= processors and plan.kept == torch.bfloat16 and plan.key_width <= WIDEST_IN_REGISTERS
     return {"num_stages": 3} if alone else {}
 
@@ -174,7 +175,7 @@ def _join(plan: Plan, tensors: tuple[Tensor, ...], count: int) -> None:
     sizes = {"K": plan.key_width, "V": plan.value_width}
     states = plan.rows * plan.heads
     if plan.key_width <= WIDEST_IN_REGISTERS and not plan.mode.startswith(("tf32x3", "ieee")):
-        # float16 multiplies as tf32, whose ten bits two bfloat16 surpass.
+        # float16 is multiplied as tf32, with ten bits; two bfloat16 are more precise.
         mode = plan.mode if plan.kept == torch.bfloat16 else "bf16"
         columns = min(plan.value_width, 64)
         starts_kernel[(plan.value_width // columns, states)](

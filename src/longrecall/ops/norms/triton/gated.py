@@ -1,7 +1,7 @@
 """Products with a gate in one pass over memory, forward and backward: the mixers' gated output norm, and SwiGLU's.
 
-The layout of the norms is that of normalisation.py. What is kept for the backward pass are the two factors as they were
-given; activations, norms and the SwiGLU product, which the next matrix product would keep, are made again.
+The norms have the layout of rms_norm.py. Only the two factors are kept for the backward pass. Activations, norms and
+the SwiGLU product, which autograd would keep for the next matrix product, are computed again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ BLOCK = 2048
 """Numbers that a program of the SwiGLU kernels works on."""
 
 BACKWARD_TILE, BACKWARD_PROGRAMS = 2048, 4
-"""What `normalisation.TILE` and `PROGRAMS` are for the gated norm's backward, which reads and writes most."""
+"""`rms_norm.TILE` and `rms_norm.PROGRAMS` for the backward of the gated norm, which reads and writes most."""
 
 GATES = {"silu": 0, "sigmoid": 1, "silu_before": 2}
-"""The gate's activation and place, as the kernels know them: after the norm, or before it."""
+"""Numbers by which the kernels know a gate: its activation, and whether it comes after or before the norm."""
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def gated_norm_backward_kernel(
 ):  # fmt: skip
     """Every `num_programs`-th tile of one group; the gate's gradient is stored contiguously.
 
-    With OUT also the result of the forward pass, which may take the place of its gradient.
+    With OUT the result of the forward pass is written too; it may overwrite its own gradient.
     """
     first, group = tl.program_id(0), tl.program_id(1)
     width = tl.arange(0, BLOCK)[None, :]
@@ -127,7 +127,7 @@ def silu_product_kernel(gate, up, out, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def silu_product_backward_kernel(gate, up, d_out, d_gate, d_up, out, count, OUT: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradients of both factors; with OUT also the product itself, which may take the place of its gradient."""
+    """The gradients of both factors; with OUT also the product itself, which may overwrite its own gradient."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     activated, slope, factor = _product(gate, up, place, inside)
@@ -176,7 +176,7 @@ def _gated_norm(
 ) -> Tensor:
     size = weight.shape[0]
     flat, gates = x.reshape(-1, size).contiguous(), gate.reshape(-1, size)
-    # Rows of a wider projection are read where they lie.
+    # Rows that are part of a wider projection are read in place.
     gates = gates if gates.stride(1) == 1 else gates.contiguous()
     gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate, weight, matrix) if t is not None)
     return cast(Tensor, _GatedNorm.apply(eps, groups, GATES[kind], dtype, gradients, flat, gates, weight, matrix))
@@ -185,7 +185,7 @@ def _gated_norm(
 class _GatedNorm(torch.autograd.Function):
     """Eps, groups, gate, dtype, whether there will be gradients; x, gate ``[N, G * D]``, weight ``[G * D]``, matrix.
 
-    A matrix, or None, has as many columns as one or more rows of x have numbers.
+    The matrix may be None. It multiplies one row of x, or several rows side by side.
     """
 
     @staticmethod
@@ -214,7 +214,7 @@ class _GatedNorm(torch.autograd.Function):
         count = normalisation.programs(x, len(x), tile["ROWS"], BACKWARD_PROGRAMS)
         d_x, d_gate = torch.empty_like(x), x.new_empty(x.shape, dtype=gate.dtype)
         d_weight = x.new_empty((count, x.shape[1]), dtype=torch.float32)
-        # As in SwiGLU, the product takes the place of its own gradient.
+        # As in SwiGLU, the product overwrites its own gradient.
         d_rows = d_out.contiguous() if matrix is None else d_out @ matrix
         with on_device(x):
             gated_norm_backward_kernel[(count, ctx.groups)](
@@ -278,7 +278,7 @@ class _GatedProjection(torch.autograd.Function):
         gate, up, weight = ctx.saved_tensors
         rows = d_out.reshape(-1, d_out.shape[-1])
         product = rows @ weight
-        # The product takes the place of its own gradient: one buffer less at the peak.
+        # The product overwrites its own gradient: one buffer less at the peak.
         d_gate, d_up = _factors(gate, up, product, product)
         d_weight = rows.t() @ product if ctx.needs_input_grad[2] else None
         return d_gate, d_up, d_weight

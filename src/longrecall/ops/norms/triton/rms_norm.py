@@ -1,8 +1,8 @@
-"""Root-mean-square norms in one pass over memory, forward and backward; with a sum before, or a gate, where wanted.
+"""Root-mean-square norms in one pass over memory, forward and backward, optionally with the residual sum before them.
 
-What happens between two large products is bound by memory traffic. A program takes a tile of whole rows, so that every
-number is read once and written once, and float32 exists in registers alone. What is kept for the backward pass has the
-dtype of the model: the input itself, or, where the residual stream is wider, the normed rows before the weight.
+Between two large products the time goes into memory traffic. A program takes a tile of whole rows. So every number is
+read once and written once, and float32 numbers exist in registers only. What is kept for the backward pass has the
+dtype of the model: the input itself or, where the residual stream is wider, the normed rows before the weight.
 
 The gradient of the weight is a sum over rows: every program adds up those of its own tiles, and torch adds up the
 programs. No atomics: two runs agree to the bit.
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from longrecall.ops.kernels.launch import kernel, on_device, processors, why_not_tensors
 
 WIDEST = 8192
-"""Numbers of a row, which is held in registers."""
+"""The widest row: a program holds whole rows in registers."""
 
 TILE = 1024
 """Numbers that a program works on at a time, rows times their width; at least one row. Larger tiles were slower."""
@@ -44,7 +44,7 @@ def norm_kernel(
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, UPDATE: tl.constexpr, KEEP: tl.constexpr, SCALE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows of one group; with UPDATE the sum of x and the update is stored and normed."""
+    """Norm a tile of rows of one group; with UPDATE the sum of x and the update is stored and normed."""
     group = tl.program_id(1)
     rows, columns, inside = _places(tl.program_id(0), N, ROWS, WIDTH, BLOCK)
     place = (rows * GROUPS + group) * WIDTH + columns
@@ -134,7 +134,7 @@ class _AddNorm(torch.autograd.Function):
         tile = sizes(width)
         stream = x if update is None else torch.empty_like(x)
         out = torch.empty_like(x, dtype=dtype)
-        # A stream that is wider than the model is not kept: its normed rows in the model's dtype are half as large.
+        # A residual stream in a wider dtype is not kept: its normed rows in the model's dtype are half as large.
         ctx.normed = x.dtype != dtype
         kept = torch.empty_like(out) if gradients and ctx.normed else stream
         scale = x.new_empty((len(x), groups), dtype=torch.float32) if gradients else x

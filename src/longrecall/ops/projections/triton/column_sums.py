@@ -16,7 +16,7 @@ PROGRAMS = 4
 """Programs for each multiprocessor."""
 
 FEW = 4
-"""Tiles that one program adds up at once sooner than a second launch would begin."""
+"""Up to this many tiles one program is faster than several programs and a second launch for their sums."""
 
 
 @kernel

@@ -1,8 +1,8 @@
-"""The gradient of looking up rows of a table: sums over the tokens of each id, of which one may fill most of a batch.
+"""The gradient of looking up rows of a table: one sum over all tokens of each id.
 
-Tokens are sorted by id. A program takes a tile of them and sums every run of one id; a run that lies within the tile is
-a row of the gradient. Of longer ones it keeps its part, and a second launch adds up the parts, many at a time. No
-atomics: two runs agree to the bit.
+Tokens are sorted by id, so those of one id form a run; one run may fill most of a batch. A program takes a tile of
+tokens and sums each run in it. A run that lies within the tile is a row of the gradient. Of a longer run the program
+stores its part, and a second launch adds up the parts, many at a time. No atomics: two runs agree to the bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FEWEST = 1024
 
 @triton.jit
 def _join(left, left_began, right, right_began):
-    """The sum since the last beginning of a run, of two neighbouring stretches; and whether there was one."""
+    """Join two neighbouring stretches of tokens: the sum since the last run began, and whether one began at all."""
     return tl.where(right_began > 0, right, left + right), left_began | right_began
 
 
@@ -41,7 +41,10 @@ def _id(ids, place, low, N):
 def runs_kernel(
     grads, ids, order, out, heads, tails, N, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """A tile of sorted tokens. `heads` is the part of a run from an earlier tile, `tails` of one that goes on."""
+    """Sum the runs of a tile of sorted tokens.
+
+    `heads` takes the part of a run that began in an earlier tile, `tails` that of a run that goes on in the next one.
+    """
     tile, channel = tl.program_id(0), (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     place = tile * ROWS + tl.arange(0, ROWS)
     row = tl.load(order + place, mask=place < N, other=0)
@@ -102,7 +105,7 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[None, Tensor]:
         (ids,), (shape, dtype) = ctx.saved_tensors, ctx.table
         count, width = ids.numel(), shape[1]
-        # Sorting takes a pass for every byte.
+        # Sorting takes one pass for every byte of a number.
         small = torch.int16 if shape[0] <= 2**15 else torch.int32
         keys, order = torch.sort(ids.flatten().to(small), stable=True)
         grads, tiles = d_out.reshape(count, width).contiguous(), triton.cdiv(count, ROWS)

@@ -1,4 +1,6 @@
-"""Norms of heads (less the mean, over the deviation) times a gate in one pass over memory, forward and backward.
+"""Norms of heads times a gate in one pass over memory, forward and backward.
+
+A norm subtracts the mean of a head and divides by its standard deviation.
 
 The gradients of weight and bias are sums over tokens: every program adds up its own, and torch adds up the
 programs. No atomics: two runs agree to the bit.
@@ -20,7 +22,7 @@ from longrecall.ops.norms.triton.rms_norm import WIDEST, programs, sizes
 
 @triton.jit
 def _normed(x, place, columns, inside, eps, WIDTH: tl.constexpr):
-    """Rows less their mean, over their standard deviation; and one over that ``[rows, 1]``."""
+    """Rows minus their mean, divided by their standard deviation; and 1 / standard deviation ``[rows, 1]``."""
     wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     centred = tl.where(columns < WIDTH, wide - (tl.sum(wide, 1) / WIDTH)[:, None], 0.0)
     inverse = tl.rsqrt(tl.sum(centred * centred, 1) / WIDTH + eps)[:, None]

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from longrecall.ops.kernels.launch import kernel, on_device, walkers, why_not_tensors
 
 MOST_MIXTURES = 4
-"""Mixtures whose gradients a program holds beside its tile."""
+"""The most mixtures: a program holds the gradients of all their shares in registers."""
 
 ROWS, COLUMNS = 16, 64
 """Tokens and channels of a tile."""
@@ -28,7 +28,7 @@ PROGRAMS = 8
 
 @triton.jit
 def _tokens(x, rows, there, channel, D):
-    """The tile of tokens `rows` of ``[N, D]``, 0 where they are not there."""
+    """The tile of tokens `rows` of ``[N, D]``, 0 outside of the tensor."""
     return tl.load(x + rows * D + channel, mask=there & (channel < D), other=0.0).to(tl.float32)
 
 
