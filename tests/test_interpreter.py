@@ -17,9 +17,9 @@ launch = pytest.importorskip("longrecall.ops.kernels.launch")
 def kernels(dtype: torch.dtype) -> list[Tensor]:
     """Results and gradients of kernels that between them use products, sums, masks, casts, branches and loops."""
     g = torch.Generator().manual_seed(0)
-    q, k, v, x = (torch.randn(1, 17, 1, 16, generator=g).to(dtype).requires_grad_() for _ in range(4))
-    decay = -torch.rand(1, 17, 1, 16, generator=g)
-    rate, taps = torch.rand(1, 17, 1, generator=g).to(dtype), torch.randn(16, 4, generator=g).to(dtype)
+    q, k, v, x = (torch.randn(1, 17, 2, 16, generator=g).to(dtype).requires_grad_() for _ in range(4))
+    decay = -torch.rand(1, 17, 2, 16, generator=g)
+    rate, taps = torch.rand(1, 17, 2, generator=g).to(dtype), torch.randn(32, 4, generator=g).to(dtype)
     made = [gated_linear_attention(q, k, v, decay, backend="triton")[0]]
     made += [
         gated_delta_rule(q, k, v, None, rate, backend="triton")[0],
