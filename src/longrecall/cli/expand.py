@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="an option of the method, e.g. factor=4, state_dim=512, shrink=0.5, statex=true; repeatable",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing; needs no weights")
     parser.add_argument("--force", action="store_true", help="replace OUT when it exists")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     for method in METHODS.values():

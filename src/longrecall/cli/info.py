@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "checkpoint",
         metavar="CKPT",
         nargs="?",
-        help="a checkpoint folder, a hub id, or FILE.json (a model description)",
+        help="a checkpoint folder (config.json alone is enough), a hub id, or FILE.json (a config or description)",
     )
     parser.add_argument(
         "--context",
@@ -56,14 +56,10 @@ def run(args: argparse.Namespace) -> int:
     if args.checkpoint is None:
         raise UserError("nothing to show: name a checkpoint (CKPT), or ask for --backends; see longrecall info --help")
     context = None if args.context is None else parse_length(args.context)
-    from longrecall.models.checkpoint import open_checkpoint
-    from longrecall.models.description import is_description, read_sizes
+    from longrecall.models.outline import open_outline
 
-    if is_description(args.checkpoint):
-        facts = describe(read_sizes(args.checkpoint), (), args.checkpoint, context)
-    else:
-        checkpoint = open_checkpoint(args.checkpoint)
-        facts = describe(checkpoint.plain, checkpoint.surgery, args.checkpoint, context)
+    found = open_outline(args.checkpoint)
+    facts = describe(found.plain, found.surgery, args.checkpoint, context)
     print(json.dumps(facts, indent=2) if args.json else as_text(facts))
     return 0
 

@@ -17,6 +17,7 @@ from longrecall.errors import UserError, did_you_mean
 from longrecall.files import ELSEWHERE, check_no_input
 from longrecall.models.accounting import account
 from longrecall.models.formats import detect
+from longrecall.models.formats.format import Format
 from longrecall.models.formats.hub import COMPANION_PATTERNS, locate
 from longrecall.models.formats.layout import Layout
 from longrecall.models.formats.matching import Match, match
@@ -164,8 +165,25 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             of a wrong shape or type. The message names the file or the tensor.
     """
     folder = locate(path)
-    where = str(folder / "config.json")
-    raw = read_json(folder / "config.json")
+    read = read_layout(folder / "config.json")
+    weights = open_weights(folder, read.form.allow_torch)
+    found = match(folder, read.layout, weights)
+    surgery = read_surgery(folder / SURGERY_FILE)
+    return Checkpoint(folder, read.form.name, surgery, read.raw, read.layout, weights, found)
+
+
+@dataclass(frozen=True)
+class ReadConfig:
+    """A config.json of any known format: as it is, its format, and what it says in native terms."""
+
+    raw: dict[str, Any]
+    form: Format
+    layout: Layout
+
+
+def read_layout(config: Path) -> ReadConfig:
+    """Read a config.json; raises UserError as `open_checkpoint`, as far as that is about this file."""
+    where, raw = str(config), read_json(config)
     form = detect(raw, where)
     refuse_quantised(raw, where)
     try:
@@ -174,9 +192,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         check_numbers([[layout.plain.state_size()]], "the state of a sequence")
     except UserError as error:
         raise error if str(error).startswith(where) else UserError(f"{where}: {error}") from None
-    weights = open_weights(folder, form.allow_torch)
-    found = match(folder, layout, weights)
-    return Checkpoint(folder, form.name, read_surgery(folder / SURGERY_FILE), raw, layout, weights, found)
+    return ReadConfig(raw, form, layout)
 
 
 def check_no_part(out: str | Path | None, path: str | Path, advice: str = ELSEWHERE) -> None:

@@ -89,7 +89,7 @@ def expand(
         layers: `every:M`, `first:N`, `all`, `0,6,12`, or indices.
         init: `preserve`, `perturb`, `handover`, `reinit` or `inherit`; the modules of the methods say what each does.
         seed: of all fresh numbers; a layer's numbers do not depend on which other layers are chosen.
-        dry_run: plan and count, read no weights, write nothing.
+        dry_run: plan and count, read no weights, write nothing; `src` may then be a config.json alone.
         force: replace an existing `dst`.
         options: of the method, e.g. ``factor=4`` or ``state_dim=512`` of grow_state.
 
@@ -115,11 +115,12 @@ def expand_with(
     options: Mapping[str, object],
 ) -> ExpansionSummary:
     """Do what `expand` says, with the method's options as one mapping, whose keys cannot clash with the arguments."""
-    from longrecall.models.checkpoint import open_checkpoint
+    from longrecall.models.checkpoint import Checkpoint, open_checkpoint
+    from longrecall.models.outline import open_outline
 
     operation = Operation.check(method, init, options, seed)
     check_places(src, dst)
-    source = open_checkpoint(src)
+    source = open_outline(src) if dry_run else open_checkpoint(src)
     if operation.method.check_model is not None:
         operation.method.check_model(source.config, operation.options)
     chosen = select_layers(layers, len(source.config.layers), _fitting(operation.method, source.plain.layers))
@@ -129,7 +130,7 @@ def expand_with(
     context = config.context_length or UNKNOWN_CONTEXT
     kept = context, retrieval_bytes(config, context)
     summary = _summary(operation, plans, accounts, kept, str(src), str(dst), written=not dry_run)
-    if not dry_run:
+    if isinstance(source, Checkpoint) and not dry_run:
         tensors = _edited(source, operation, plans)
         write_checkpoint(source, dst, config, tensors, lambda: [*source.surgery, _record(summary, source)], force=force)
     return summary

@@ -256,6 +256,11 @@ def _read_index(path: Path) -> dict[str, set[str] | None]:
     return dict(sorted(shards.items()))
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has a weight file of any kind that `open_weights` knows, damaged or not."""
+    return any((folder / file).exists() for file in (SAFETENSORS_INDEX, SAFETENSORS_FILE, TORCH_FILE))
+
+
 def open_weights(folder: Path, allow_torch: bool = False) -> Weights:
     """Open the weight files of a checkpoint folder.
 

@@ -1,0 +1,56 @@
+"""Which surgery fits which family: a tiny checkpoint of the stock class, enlarged, computes the same and trains."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import longrecall
+from tests.models.families.case import VOCABULARY, Case, filled
+
+ROWS: list[tuple[str, str, str, dict[str, Any]]] = [
+    # Family, configuration, method, options.
+    ("bamba", "published", "grow_state", {"factor": 2}),
+    ("bamba", "everything", "add_retrieval", {"chunk": 4}),
+    ("falcon_h1", "norm_after_gate", "grow_state", {"factor": 2}),
+    ("falcon_h1", "published", "add_retrieval", {"chunk": 4}),
+    ("granitemoehybrid", "everything", "grow_state", {"state_dim": 9}),
+    ("granitemoehybrid", "experts", "add_retrieval", {"chunk": 4}),
+    ("nemotron_h", "everything", "grow_state", {"factor": 2}),
+    ("nemotron_h", "experts", "add_retrieval", {"chunk": 4}),
+]
+
+
+def case_of(family: str, name: str) -> Case:
+    cases: list[Case] = importlib.import_module(f"tests.models.families.{family}").CASES
+    return next(case for case in cases if case.name == name)
+
+
+@pytest.mark.parametrize(("family", "name", "method", "options"), ROWS, ids=lambda value: str(value))
+def test_preserve_keeps_the_function_and_trains(
+    family: str, name: str, method: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    filled(case_of(family, name)).save_pretrained(tmp_path / "stock")
+    summary = longrecall.expand(
+        tmp_path / "stock", tmp_path / "larger", method=method, layers="all", init="preserve", **options
+    )
+    old, new = longrecall.load(tmp_path / "stock"), longrecall.load(tmp_path / "larger")
+    assert summary.parameters_after > summary.parameters_before
+    tokens = torch.randint(1, VOCABULARY, (2, 13), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        # New channels and chunks add zeros to the same sums, which are formed in another order: float32 rounding.
+        torch.testing.assert_close(new(tokens).logits, old(tokens).logits, rtol=1e-4, atol=1e-4)
+    new.train()
+    parameters = dict(new.named_parameters())
+    optimizer = torch.optim.SGD(parameters.values(), lr=1e-3)
+    loss = new(tokens, labels=tokens).loss
+    assert loss is not None
+    loss.backward()
+    assert all(parameters[n].grad is not None for n in summary.touched if n in parameters)
+    optimizer.step()
+    after = new(tokens, labels=tokens).loss
+    assert after is not None and after.item() < loss.item()
