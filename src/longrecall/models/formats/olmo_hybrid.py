@@ -21,7 +21,7 @@ from longrecall.models.formats.qwen_common import (
     mlp_sources,
     read_layer_types,
 )
-from longrecall.models.formats.rotary import read_rotary, rotary_fields
+from longrecall.models.formats.rope import read_rope, written_rope
 from longrecall.models.formats.sources import either, join, same, split, squeeze_conv
 from longrecall.models.formats.stock import common_fields, first_module, merged
 from longrecall.models.sizes import PlainConfig
@@ -38,7 +38,7 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
     fields.require("linear_use_gate", True, [True], "Gated DeltaNet has an output gate")
     hidden, heads = fields.integer("hidden_size", 3840), fields.integer("num_attention_heads", 30)
     norm_eps, context = fields.number("rms_norm_eps", 1e-6), fields.integer("max_position_embeddings", 65536)
-    linear, attention = _delta(fields, hidden, heads), _attention(fields, hidden, heads, context, norm_eps)
+    linear, attention = _delta(fields, hidden, heads), _attention(fields, hidden, heads, norm_eps)
     mlp = {"type": "mlp", "inner_size": fields.integer("intermediate_size", 11008)}
     kinds = read_layer_types(fields, fields.integer("num_hidden_layers", 32), _kinds)
     if len(set(kinds)) < 2:
@@ -65,10 +65,10 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
         "model.norm.weight": same("model.norm.weight"),
         **({} if tied else {"lm_head.weight": same("lm_head.weight")}),
     }
+    own = {LINEAR: _delta_sources(linear), FULL: _attention_sources(attention)}
+    mlps = {f"mlp.{name}": source.under("mlp.") for name, source in mlp_sources().items()}
     for index, kind in enumerate(kinds):
-        own = _delta_sources(linear) if kind == LINEAR else _attention_sources(attention)
-        own |= {f"mlp.{name}": source.under("mlp.") for name, source in mlp_sources().items()}
-        for name, source in own.items():
+        for name, source in {**own[kind], **mlps}.items():
             sources[f"model.layers.{index}.{name}"] = source.under(f"model.layers.{index}.")
     copies = {"lm_head.weight": "model.embeddings.weight"} if tied else {}
     return Layout(PlainConfig.from_dict({**config, "layers": layers}), sources, copies)
@@ -99,7 +99,7 @@ def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:
         "linear_value_head_dim": linear["value_dim"],
         "linear_conv_kernel_dim": linear["conv_width"],
         "linear_allow_neg_eigval": linear["negative_eigenvalues"],
-        **rotary_fields(attention, kept, plain.context_length),
+        **written_rope(attention, kept),
     }
     if attention["head_dim"] * attention["num_heads"] != plain.hidden_size or "head_dim" in kept:
         own["head_dim"] = attention["head_dim"]
@@ -127,14 +127,14 @@ def _delta(fields: Fields, hidden: int, heads: int) -> dict[str, Any]:
     }
 
 
-def _attention(fields: Fields, hidden: int, heads: int, context: int, norm_eps: float) -> dict[str, Any]:
+def _attention(fields: Fields, hidden: int, heads: int, norm_eps: float) -> dict[str, Any]:
     bias = fields.flag("attention_bias", False)
     return {
         "type": "attention",
         "num_heads": heads,
         "kv_heads": fields.optional_integer("num_key_value_heads", heads),
         "head_dim": fields.optional_integer("head_dim") or max(1, hidden // heads),
-        **read_rotary(fields, context),
+        **read_rope(fields),
         "qkv_bias": bias,
         "out_bias": bias,
         "qk_norm": "full",

@@ -7,7 +7,7 @@ of its tensors lack ``language_model.``, unless it was loaded from a file that h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from longrecall.models.formats.expressions import Source
@@ -16,13 +16,11 @@ from longrecall.models.formats.layout import Layout
 from longrecall.models.formats.qwen_common import (
     Body,
     Defaults,
-    at,
     body_fields,
     channels,
     delta_sources,
-    layer_sources,
-    outer_sources,
     read_body,
+    text_layout,
 )
 from longrecall.models.formats.sources import same, split
 from longrecall.models.formats.stock import common_fields, first_module, merged
@@ -43,10 +41,10 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
     Raises:
         UserError: what cannot be reproduced.
     """
-    return text_layout(raw, where, _DEFAULTS, _read_mlp)
+    return read_text(raw, where, _DEFAULTS, _read_mlp)
 
 
-def text_layout(
+def read_text(
     raw: dict[str, Any], where: str, defaults: Defaults, read_mlp: Callable[[Fields, int], dict[str, Any]]
 ) -> Layout:
     """Read a text model, alone or in a `text_config`; `read_mlp(fields, layers)`: the channel mixer of each layer."""
@@ -65,7 +63,8 @@ def text_layout(
         fields.ignore(*_AROUND)
         fields.finish()
     places = ["model.language_model.", "model."]
-    return _layout(body, mlp, places if inside else places[::-1])
+    mlps = [mlp] * len(body.mixers)
+    return text_layout(body, mlps, _delta_sources, places if inside else places[::-1], ("model.visual.", "mtp."))
 
 
 def text_config(
@@ -98,17 +97,6 @@ def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:
 def _read_mlp(fields: Fields, layers: int) -> dict[str, Any]:
     del layers
     return {"type": "mlp", "inner_size": fields.integer("intermediate_size", 12288)}
-
-
-def _layout(body: Body, mlp: dict[str, Any], places: Sequence[str]) -> Layout:
-    tied = body.config["tie_word_embeddings"]
-    sources = outer_sources(places, tied)
-    for index, mixer in enumerate(body.mixers):
-        delta = _delta_sources(mixer) if mixer["type"] == "gated_delta_net" else {}
-        for name, source in layer_sources(mixer, mlp, delta).items():
-            sources[f"model.layers.{index}.{name}"] = at(places, source.under(f"layers.{index}."))
-    copies = {"lm_head.weight": "model.embeddings.weight"} if tied else {}
-    return Layout(body.plain([mlp] * len(body.mixers)), sources, copies, travelling=("model.visual.", "mtp."))
 
 
 def _delta_sources(mixer: Mapping[str, Any]) -> dict[str, Source]:

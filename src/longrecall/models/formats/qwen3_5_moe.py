@@ -6,7 +6,7 @@ from typing import Any
 
 from longrecall.models.formats.fields import Fields
 from longrecall.models.formats.layout import Layout
-from longrecall.models.formats.qwen3_5 import text_config, text_layout
+from longrecall.models.formats.qwen3_5 import read_text, text_config
 from longrecall.models.formats.qwen_common import Defaults, expert_fields, read_experts
 from longrecall.models.sizes import PlainConfig
 
@@ -20,7 +20,7 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
     Raises:
         UserError: what cannot be reproduced.
     """
-    return text_layout(raw, where, _DEFAULTS, _read_mlp)
+    return read_text(raw, where, _DEFAULTS, _read_mlp)
 
 
 def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:

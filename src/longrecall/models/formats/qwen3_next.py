@@ -17,10 +17,9 @@ from longrecall.models.formats.qwen_common import (
     body_fields,
     delta_sources,
     expert_fields,
-    layer_sources,
-    outer_sources,
     read_body,
     read_experts,
+    text_layout,
 )
 from longrecall.models.formats.sources import split
 from longrecall.models.formats.stock import common_fields, first_module, merged, modules
@@ -45,14 +44,7 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
     fields.require("use_sliding_window", False, [False], "attention sees everything before a token")
     fields.finish()
     mlps = [experts if there else dense for there in sparse]
-    plain, tied = body.plain(mlps), body.config["tie_word_embeddings"]
-    sources = outer_sources(["model."], tied)
-    for index, (mixer, mlp) in enumerate(zip(body.mixers, mlps, strict=True)):
-        delta = _delta_sources(mixer) if mixer["type"] == "gated_delta_net" else {}
-        for name, source in layer_sources(mixer, mlp, delta).items():
-            sources[f"model.layers.{index}.{name}"] = source.under(f"model.layers.{index}.")
-    copies = {"lm_head.weight": "model.embeddings.weight"} if tied else {}
-    return Layout(plain, sources, copies, travelling=("mtp.",))
+    return text_layout(body, mlps, _delta_sources, ["model."], ("mtp.",))
 
 
 def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:

@@ -6,14 +6,15 @@ those of queries and keys, scale by 1 + weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from longrecall.errors import UserError
 from longrecall.models.formats.expressions import Source
 from longrecall.models.formats.fields import Fields
-from longrecall.models.formats.rotary import read_rotary, rotary_fields
+from longrecall.models.formats.layout import Layout
+from longrecall.models.formats.rope import read_rope, written_rope
 from longrecall.models.formats.sources import either, join, numbered, same, split, squeeze_conv
 from longrecall.models.formats.stock import first_module, modules
 from longrecall.models.sizes import PlainConfig
@@ -86,7 +87,7 @@ def read_body(fields: Fields, defaults: Defaults) -> Body:
         "num_heads": fields.integer("num_attention_heads", 16),
         "kv_heads": fields.integer("num_key_value_heads", defaults.kv_heads),
         "head_dim": fields.integer("head_dim", 256),
-        **read_rotary(fields, context, share=ROTARY_SHARE),
+        **read_rope(fields, share=ROTARY_SHARE),
         "qkv_bias": bias,
         "out_bias": bias,
         "qk_norm": "head",
@@ -160,29 +161,51 @@ def body_fields(plain: PlainConfig, kept: Mapping[str, Any]) -> dict[str, Any]:
             "num_key_value_heads": attention["kv_heads"],
             "head_dim": attention["head_dim"],
             "attention_bias": attention["qkv_bias"],
+            **written_rope(attention, kept, share=ROTARY_SHARE),
         }
-    return fields | rotary_fields(attention, kept, plain.context_length, share=ROTARY_SHARE)
+    return fields
 
 
-def outer_sources(places: Sequence[str], tied: bool) -> dict[str, Source]:
-    """Return the sources of embeddings, last norm and head; `places`: what may stand before the names, see `at`."""
+def text_layout(
+    body: Body,
+    mlps: Sequence[dict[str, Any]],
+    delta: Callable[[Mapping[str, Any]], dict[str, Source]],
+    places: Sequence[str],
+    travelling: tuple[str, ...],
+) -> Layout:
+    """Build the layout of a text model.
+
+    Args:
+        body, mlps: what it consists of.
+        delta: the sources of a Gated DeltaNet, names relative to it.
+        places: what may stand before the names in a file; the first is the one to write.
+        travelling: as in `Layout`.
+    """
+    tied = body.config["tie_word_embeddings"]
     sources = {
-        "model.embeddings.weight": at(places, same("embed_tokens.weight")),
-        "model.norm.weight": at(places, same("norm.weight")),
+        "model.embeddings.weight": _at(places, same("embed_tokens.weight")),
+        "model.norm.weight": _at(places, same("norm.weight")),
+        **({} if tied else {"lm_head.weight": same("lm_head.weight")}),
     }
-    return sources if tied else {**sources, "lm_head.weight": same("lm_head.weight")}
+    # A file of a few bytes may promise thousands of layers: equal ones are described once.
+    known: dict[tuple[int, int], dict[str, Source]] = {}
+    for index, (mixer, mlp) in enumerate(zip(body.mixers, mlps, strict=True)):
+        if (id(mixer), id(mlp)) not in known:
+            known[id(mixer), id(mlp)] = _layer_sources(mixer, mlp, delta)
+        for name, source in known[id(mixer), id(mlp)].items():
+            sources[f"model.layers.{index}.{name}"] = _at([f"{place}layers.{index}." for place in places], source)
+    copies = {"lm_head.weight": "model.embeddings.weight"} if tied else {}
+    return Layout(body.plain(mlps), sources, copies, travelling=travelling)
 
 
-def at(places: Sequence[str], source: Source) -> Source:
-    """Return a source under any of several prefixes; the first is the one to write."""
+def _at(places: Sequence[str], source: Source) -> Source:
     return either(*(source.under(place) for place in places))
 
 
-def layer_sources(mixer: dict[str, Any], mlp: dict[str, Any], delta: Mapping[str, Source]) -> dict[str, Source]:
-    """Return the sources of one layer: names relative to it on both sides.
-
-    `delta`: those of a layer of Gated DeltaNet, names as in `delta_sources`.
-    """
+def _layer_sources(
+    mixer: dict[str, Any], mlp: dict[str, Any], delta: Callable[[Mapping[str, Any]], dict[str, Source]]
+) -> dict[str, Source]:
+    """Return the sources of one layer: names relative to it on both sides."""
     sources = {
         "mixer_norm.weight": same("input_layernorm.weight"),
         "mlp_norm.weight": same("post_attention_layernorm.weight"),
@@ -192,7 +215,7 @@ def layer_sources(mixer: dict[str, Any], mlp: dict[str, Any], delta: Mapping[str
         names += [f"{name}_proj.bias" for name in "qkvo"] if mixer["qkv_bias"] else []
         sources |= {f"mixer.{name}": same(f"self_attn.{name}") for name in names}
     else:
-        sources |= {f"mixer.{name}": source.under("linear_attn.") for name, source in delta.items()}
+        sources |= {f"mixer.{name}": source.under("linear_attn.") for name, source in delta(mixer).items()}
     found = mlp_sources() if mlp["type"] == "mlp" else expert_sources(mlp)
     return sources | {f"mlp.{name}": source.under("mlp.") for name, source in found.items()}
 
