@@ -29,6 +29,14 @@ EXPANSIONS: list[dict[str, Any]] = [
     {"kind": "naive", "factor": 3},
     {"kind": "heads", "factor": 3},
 ]
+SHARED_BLOCK: dict[str, Any] = {
+    "type": "shared_block",
+    "attention": {"type": "attention", "num_heads": 4, "kv_heads": 2, "head_dim": 16, "input_size": 2 * WIDTH},
+    "mixer": MIXERS["mamba2"],
+    "mlp_size": 24,
+    "bias": True,
+    "adapter_rank": 3,
+}
 MORE: dict[str, dict[str, Any]] = {
     "retnet_conv": {"type": "retnet", **HEADS, "conv_width": 3, "output_gate": False},
     "delta_net_gate": {"type": "delta_net", **HEADS, "conv_width": 0, "output_gate": True},
@@ -55,6 +63,8 @@ MORE: dict[str, dict[str, Any]] = {
     "hymba_third": MIXERS["hymba"] | {"third": MIXERS["gla"]},
     **{f"{one}_channel": {"type": f"{one}_channel", "input_dim": WIDTH, "inner_dim": 40} for one in ("rwkv4", "rwkv6")},
     "rwkv7_channel": {"type": "rwkv7_channel", "input_dim": WIDTH, "inner_dim": 40},
+    "shared_block": SHARED_BLOCK,
+    "shared_block_lent": SHARED_BLOCK | {"weights_of": 0, "attention_adapters": True},
     "retrieval_hard": MIXERS["retrieval"] | {"selector": "hard", "blend": "learned"},
     "retrieval_fixed": MIXERS["retrieval"] | {"blend": "fixed", "base": MIXERS["handover"]},
 }

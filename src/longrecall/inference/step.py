@@ -137,7 +137,8 @@ class DecodingStep:
         kind = Stream if not self.fused else FewRowsStream if self.batch <= FEW_ROWS else FusedStream
         stream = kind(x, dtype)
         if model.passes_on:
-            stream.carried[EMBEDDED] = x.to(dtype)[:, None]
+            # A copy: the stream itself is added to in place.
+            stream.carried[EMBEDDED] = x.to(dtype, copy=True)[:, None]
         for step, buffers in zip(self.steps, self.buffers, strict=True):
             step(stream, buffers, self.position)
         logits = self.logit_scale(self.lm_head(stream.normed(model.norm)))

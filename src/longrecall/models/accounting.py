@@ -128,8 +128,8 @@ _SHOWN = (
 def describe_sizes(mixer: dict[str, Any], mlp_size: int = 0) -> str:
     """Return the sizes of a mixer description (defaults written out) as one line, e.g. `num_heads=4 key_dim=256`.
 
-    A handover shows its old mixer, and of the new one what differs; hymba and parallel show their
-    branches, retrieval its base.
+    A handover shows its old mixer, and of the new one what differs; hymba, parallel and shared_block show what is
+    inside them, retrieval its base.
     """
     if mixer["type"] == "retrieval":
         base, own = mixer["base"], ("chunk", "top_k", "encoder_dim", "num_heads", "kv_heads", "head_dim")
@@ -139,8 +139,8 @@ def describe_sizes(mixer: dict[str, Any], mlp_size: int = 0) -> str:
         old, new = mixer["old"], mixer["new"]
         changed = {key: value for key, value in new.items() if value != old.get(key)}
         return f"{old['type']} {describe_sizes(old)} -> {describe_sizes({**changed, 'type': new['type']})}"
-    if mixer["type"] in ("hymba", "parallel"):
-        branches = [mixer[name] for name in ("attention", "ssm", "third") if name in mixer]
+    if mixer["type"] in ("hymba", "parallel", "shared_block"):
+        branches = [mixer[name] for name in ("attention", "ssm", "third", "mixer") if name in mixer]
         shown = " + ".join(f"{branch['type']} {describe_sizes(branch)}" for branch in branches)
         return f"{shown} mlp={mlp_size}" if mlp_size else shown
     parts = [key if mixer[key] is True else f"{key}={mixer[key]}" for key in _SHOWN if mixer.get(key)]

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from longrecall.errors import UserError
 from longrecall.layers.experts import Experts
+from longrecall.layers.lending import lend_weights
 from longrecall.layers.mixers.base import without_auxiliary_losses
 from longrecall.layers.norm import build_norm
 from longrecall.layers.passed import EMBEDDED, without_carried
@@ -85,6 +86,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         self.layers = nn.ModuleList(
             RecurrentLayer(layer, config.hidden_size, config.norm_eps) for layer in config.layer_configs()
         )
+        lend_weights(list(self.layers))
         self.norm = build_norm(norm_config(config.final_norm), config.hidden_size, config.norm_eps)
         self.embedding_norm = None
         if config.embedding_norm is not None:

@@ -133,6 +133,21 @@ def _blocks(description: Mapping[str, Any]) -> tuple[BlockConfig, ...]:
     return tuple(blocks)
 
 
+def _check_lenders(layers: Sequence[LayerConfig]) -> None:
+    """Raise UserError where a layer uses weights that no earlier layer has."""
+    every = [[inner for _, part in layer.parts() for inner in part.with_inner()] for layer in layers]
+    for index, parts in enumerate(every):
+        for part in parts:
+            if part.lender is None:
+                continue
+            earlier = every[part.lender] if part.lender < index else []
+            if sum(other.lends_to(part) for other in earlier) != 1:
+                raise UserError(
+                    f'layer {index}: "weights_of" of its "{part.type}" is {part.lender}; it must be an earlier layer '
+                    "with one such block of the same sizes, which has weights of its own"
+                )
+
+
 class ModelSizes:
     """What `PlainConfig` and `RecurrentConfig` have in common: the fields that they share say it all."""
 
@@ -239,7 +254,9 @@ class PlainConfig(ModelSizes):
             check_number("logits_soft_cap", self.logits_soft_cap, positive=True)
         for name in ("embedding_norm", "final_norm"):
             self._check_norm(name)
-        self.layers = [LayerConfig.from_dict(layer, index).to_dict() for index, layer in enumerate(self.layers)]
+        layers = self.layer_configs()
+        _check_lenders(layers)
+        self.layers = [layer.to_dict() for layer in layers]
 
     def _check_norm(self, name: str) -> None:
         given = getattr(self, name)

@@ -57,6 +57,23 @@ class MixerConfig:
         inner = (getattr(self, name) for name in self.nested)
         return any(config.reads_tokens for config in inner if config is not None)
 
+    @property
+    def lender(self) -> int | None:
+        """The layer that has weights which this mixer uses, too; None = all are its own."""
+        return None
+
+    def lends_to(self, other: MixerConfig) -> bool:
+        """Whether `other`, of a later layer, may use weights of this mixer."""
+        return False
+
+    def with_inner(self) -> Iterator[MixerConfig]:
+        """This description and all those inside it."""
+        yield self
+        for name in self.nested:
+            inner = getattr(self, name)
+            if inner is not None:
+                yield from inner.with_inner()
+
     @classmethod
     def from_dict(cls, description: dict[str, Any]) -> Self:
         """Build from plain data; raises UserError on an unknown key, a missing key or a value that cannot be."""

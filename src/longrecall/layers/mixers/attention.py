@@ -38,6 +38,14 @@ class Heads(NamedTuple):
     """``[B, T, H, V]``, before the sigmoid."""
 
 
+class Projected(NamedTuple):
+    """Products with the three projections ``[B, T, n]``, before they are cut into heads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
 class Attention(nn.Module):
     """Its state is the key-value cache, with the position of every cached token (-1 = padding).
 
@@ -77,12 +85,18 @@ class Attention(nn.Module):
                 nn.init.normal_(meta, std=META_SCALE)
 
     def forward(
-        self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
+        self,
+        x: Tensor,
+        state: LayerState | None,
+        *,
+        mask: Tensor | None,
+        position: Tensor,
+        added: Projected | None = None,
     ) -> tuple[Tensor, LayerState]:
-        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new cache."""
+        """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new cache; `added` as for `project`."""
         window = self.config.window
         positions = token_positions(position, x.shape[1], mask)
-        heads = self.project(x)
+        heads = self.project(x, added)
         q, k = self.turn(heads, positions)
         key_positions = positions if mask is None else positions.masked_fill(~mask, PADDING_POSITION)
         cache = appended(state, {"key": k, "value": heads.v, "position": key_positions})
@@ -99,9 +113,13 @@ class Attention(nn.Module):
         newest = positions[:, -1:] if mask is None else (position + mask.sum(1) - 1)[:, None]
         return y, trimmed(cache, newest, window)
 
-    def project(self, x: Tensor) -> Heads:
-        """x ``[B, T, d]`` -> queries, keys and values, not yet turned, and the gate."""
-        return self.cut(self.q_proj(x), self.k_proj(x), self.v_proj(x))
+    def project(self, x: Tensor, added: Projected | None = None) -> Heads:
+        """x ``[B, T, d]`` -> queries, keys and values, not yet turned, and the gate.
+
+        `added`: what is added to the products, by adapters of a layer that shares this one with others.
+        """
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return self.cut(q, k, v) if added is None else self.cut(q + added.q, k + added.k, v + added.v)
 
     def cut(self, q: Tensor, k: Tensor, v: Tensor) -> Heads:
         """What the three projections gave ``[B, T, n]``, in heads and normed."""
@@ -196,7 +214,7 @@ class AttentionStep(CacheStep):
 
     def __call__(self, stream: Stream, norm: Norm | None, buffers: Buffers, position: Tensor) -> None:
         if not self.fused:
-            stream.add(self._plain(stream.normed(norm)[:, None], buffers, position)[:, 0])
+            stream.add(self.plain(stream.normed(norm)[:, None], buffers, position)[:, 0])
             return
         found = self._fused(stream, norm, buffers, position)
         if self.mixer.o_proj.bias is None:
@@ -238,9 +256,12 @@ class AttentionStep(CacheStep):
             gate=gate,
         )
 
-    def _plain(self, x: Tensor, buffers: Buffers, position: Tensor) -> Tensor:
-        """x ``[B, 1, d]`` -> y of that shape, in plain torch; shapes do not depend on what has been read."""
-        positions, heads = position[:, None], self.mixer.project(x)
+    def plain(self, x: Tensor, buffers: Buffers, position: Tensor, added: Projected | None = None) -> Tensor:
+        """x ``[B, 1, d]`` -> y of that shape, in plain torch; shapes do not depend on what has been read.
+
+        `added`: as for `Attention.project`.
+        """
+        positions, heads = position[:, None], self.mixer.project(x, added)
         q, k = self.mixer.turn(heads, positions, self.radians)
         self.write(buffers, {"key": k, "value": heads.v, "position": positions}, position)
         return self.mixer.output(self.mixer.read(q, buffers, positions), heads.gate)

@@ -35,6 +35,7 @@ from longrecall.layers.descriptions.rwkv4 import (
     RWKV7ChannelConfig,
 )
 from longrecall.layers.descriptions.rwkv7 import RWKV7Config
+from longrecall.layers.descriptions.shared_block import SharedBlockConfig
 
 MIXERS: dict[str, type[MixerConfig]] = {
     config.type: config
@@ -64,6 +65,7 @@ MIXERS: dict[str, type[MixerConfig]] = {
         MLAConfig,
         HymbaConfig,
         ParallelConfig,
+        SharedBlockConfig,
         HandoverConfig,
         RetrievalConfig,
         MLPConfig,

@@ -31,6 +31,7 @@ from longrecall.models.formats import (
     transformers_mamba,
     transformers_mamba2,
     transformers_rwkv,
+    zamba2,
 )
 from longrecall.models.formats.format import Format
 from longrecall.models.formats.unread import missing_part
@@ -74,6 +75,7 @@ FORMATS = registry(
         Format("olmo_hybrid", ("olmo_hybrid",), olmo_hybrid.layout, olmo_hybrid.stock_config),
         Format("recurrent_gemma", ("recurrent_gemma",), recurrent_gemma.layout, recurrent_gemma.stock_config),
         Format("transformers_rwkv", ("rwkv",), transformers_rwkv.layout, transformers_rwkv.stock_config),
+        Format("zamba2", ("zamba2",), zamba2.layout, zamba2.stock_config),
         Format("mamba_ssm", (), mamba_ssm.layout, mamba_ssm.stock_config, mark="ssm_cfg", allow_torch=True),
     )
 )

@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from longrecall.errors import UserError
+from longrecall.models.formats.expressions import Source
 from longrecall.models.formats.fields import Fields
 from longrecall.models.formats.layout import Layout
 from longrecall.models.formats.mamba_common import mixer_sources, time_step_rank
 from longrecall.models.formats.moe_common import balance_of, coefficient, expert_sources, mlp_sources
-from longrecall.models.formats.sources import Source, same
+from longrecall.models.formats.sources import same
 from longrecall.models.formats.stock import common_fields, expansion, first_module, merged, modules
 from longrecall.models.sizes import PlainConfig
 
@@ -78,7 +79,7 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
         **fields.token_ids(),
     }
     fields.finish()
-    blocks = [
+    blocks: list[list[dict[str, Any]]] = [
         [
             {"name": "mixer", "module": attention if index in with_attention else mamba},
             {"name": "mlp", "module": moe if index in with_experts else dense},

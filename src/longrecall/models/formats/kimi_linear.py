@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from longrecall.models.formats.expressions import Source
 from longrecall.models.formats.fields import Fields
 from longrecall.models.formats.layout import Layout
 from longrecall.models.formats.moe_common import expert_sources, mlp_sources
-from longrecall.models.formats.sources import Source, either, reshaped, same, split, squeeze_conv
+from longrecall.models.formats.sources import either, reshaped, same, split, squeeze_conv
 from longrecall.models.formats.stock import common_fields, first_module, merged, modules
 from longrecall.models.sizes import PlainConfig
 
@@ -66,7 +67,7 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
         "gate_bias": False,
     }
     inner = fields.integer("moe_intermediate_size", 1024)
-    moe = {
+    moe: dict[str, Any] = {
         "type": "moe",
         "num_experts": fields.integer(names["num_local_experts"], 256),
         "top_k": fields.integer(names["num_experts_per_tok"], 8),

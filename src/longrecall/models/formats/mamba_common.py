@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from longrecall.models.formats.expressions import Source
 from longrecall.models.formats.fields import Fields
 from longrecall.models.formats.layout import Layout
-from longrecall.models.formats.sources import Source, same, squeeze_conv
+from longrecall.models.formats.sources import same, squeeze_conv
 from longrecall.models.formats.stock import common_fields, first_module, merged
 from longrecall.models.sizes import PlainConfig
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from longrecall.models.formats.expressions import Source
 from longrecall.models.formats.fields import Fields
-from longrecall.models.formats.sources import Source, either, join, same, split, stack
+from longrecall.models.formats.sources import either, join, same, split, stack
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -42,7 +43,7 @@ def mlp_sources(ours: str, theirs: str, *other_spellings: str) -> dict[str, Sour
 
 def fused_mlp_sources(ours: str, theirs: str, inner: int, *, bias: bool = False) -> dict[str, Source]:
     """Return the sources of a gated MLP whose gate lies in front of the other inner projection in ``gate_up_proj``."""
-    sources = {}
+    sources: dict[str, Source] = {}
     for kind in ("weight", *(["bias"] if bias else [])):
         gate, up = split(f"{theirs}gate_up_proj.{kind}", (inner, inner))
         down = same(f"{theirs}down_proj.{kind}")
