@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from longrecall.errors import UserError
@@ -88,7 +89,7 @@ def _rank(fields: Fields, key: str, hidden: int, head_dim: int) -> int:
         return fields.integer(key, default)
     # That of the gate does not depend on the heads.
     wide = 1 if key == "gate_low_rank_dim" else head_dim / 64
-    return max(32, round(factor * hidden**0.5 * wide / 32) * 32)
+    return max(32, round(factor * math.sqrt(hidden) * wide / 32) * 32)
 
 
 def _mixers(fields: Fields, hidden: int, count: int, eps: float) -> list[Mixer]:
