@@ -59,7 +59,11 @@ def assert_round_trip(folder: Path, out: Path) -> None:
     written = dict(plan.foreign_tensors(native.read)) | {name: origin.read(name) for name in origin.travelling}
     written |= {copy: native.read(layout.copies[copy]) for copy in layout.copies if copy in origin.spelt}
     (out / "stock").mkdir()
-    save_file(written, out / "stock" / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in written.items()},
+        out / "stock" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     (out / "stock" / "config.json").write_text(json.dumps(raw))
     stored = open_weights(folder, form.allow_torch)
     kept = [name for name in stored.names() if not name.endswith(layout.ignored_suffixes or ("\0",))]

@@ -15,11 +15,16 @@ from longrecall.models.formats.fields import Fields
 from longrecall.models.formats.layout import Layout
 from longrecall.models.formats.sources import constant, repeat_heads, same, squeeze_conv
 from longrecall.models.formats.stock import common_fields, expansion, merged
-from longrecall.models.sizes import PlainConfig
+from longrecall.models.sizes import PlainConfig, mixer_of
 from longrecall.models.value_checks import LARGEST
 
 # Rotary frequencies are computed from the config; old versions stored them.
 _COMPUTED = ("rotary.inv_freq", "rotary_emb.inv_freq")
+WITHOUT_EFFECT = (
+    *("attn_mode", "mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy"),
+    *("fuse_linear_cross_entropy", "use_l2warp"),
+)
+"""Keys that say how fast a model runs or how it trains."""
 _ATTENTION_KEYS = frozenset({"layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta"})
 
 
@@ -29,6 +34,8 @@ class Mixer:
 
     description: dict[str, Any]
     sources: dict[str, Source] = field(default_factory=dict)
+    of_the_model: dict[str, Source] = field(default_factory=dict)
+    """Tensors that the file has for all layers together, foreign names in full."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,12 @@ class Defaults:
     hidden_ratio: int = 4
 
 
-def fla_layout(raw: dict[str, Any], where: str, defaults: Defaults, mixer: Callable[[Fields, int], Mixer]) -> Layout:
+def fla_layout(
+    raw: dict[str, Any], where: str, defaults: Defaults, mixer: Callable[[Fields, int], Mixer | list[Mixer]]
+) -> Layout:
     """Read an fla config: `mixer(fields, hidden_size)` describes the family's own part, everything else is shared.
+
+    It is one description for all layers, or a list with one each.
 
     Raises:
         UserError: a value that longrecall cannot reproduce, or a key it does not know; the message names it.
@@ -55,10 +66,8 @@ def fla_layout(raw: dict[str, Any], where: str, defaults: Defaults, mixer: Calla
         hidden, fields.get("hidden_ratio", defaults.hidden_ratio), fields.optional_integer("intermediate_size")
     )
     own = mixer(fields, hidden)
-    attention = _attention_layers(fields, hidden, count)
-    fields.ignore(
-        "attn_mode", "mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp"
-    )
+    attention = attention_layers(fields, hidden, count)
+    fields.ignore(*WITHOUT_EFFECT)
     # Whether q, k and v share a convolution shows in the tensor names; the key itself is a leftover of old versions.
     fields.ignore("share_conv_kernel")
     config: dict[str, Any] = {
@@ -71,8 +80,9 @@ def fla_layout(raw: dict[str, Any], where: str, defaults: Defaults, mixer: Calla
         **fields.token_ids(),
     }
     fields.finish()
-    mixers = [attention.get(index, own) for index in range(count)]
-    layers = [{"mixer": {**m.description, **_eps(m, norm_eps)}, "mlp_size": width} for m in mixers]
+    each = own if isinstance(own, list) else [own] * count
+    mixers = [attention.get(index, each[index]) for index in range(count)]
+    layers = [{"mixer": {**_eps(m, norm_eps), **m.description}, "mlp_size": width} for m in mixers]
     tied = config["tie_word_embeddings"]
     return Layout(
         plain=PlainConfig.from_dict({**config, "layers": layers}),
@@ -105,7 +115,7 @@ def fla_stock_config(
             **common_fields(plain),
             "norm_eps": plain.norm_eps,
             **({} if said else {"intermediate_size": width}),
-            "attn": _attention_field(plain, kept),
+            "attn": attention_field(plain, kept),
             **own,
         },
     )
@@ -123,11 +133,11 @@ def conv_fields(kept: dict[str, Any], width: int) -> dict[str, Any]:
     return {"use_short_conv": width > 0, **({"conv_size": width} if width else {})}
 
 
-def _attention_field(plain: PlainConfig, kept: dict[str, Any]) -> Any:
+def attention_field(plain: PlainConfig, kept: dict[str, Any]) -> Any:
     """The softmax attention layers of a hybrid as "attn"; as it was written, where that says the same."""
     specs: list[dict[str, Any]] = []
     for index, layer in enumerate(plain.layers):
-        mixer = layer.get("mixer", {})
+        mixer = mixer_of(layer)
         if mixer.get("type") != "attention":
             continue
         spec = {
@@ -144,7 +154,7 @@ def _attention_field(plain: PlainConfig, kept: dict[str, Any]) -> Any:
             same_spec["layers"].append(index)
     field = None if not specs else specs[0] if len(specs) == 1 else specs
     said, wanted = (
-        _attention_layers(Fields({"attn": value}, ""), plain.hidden_size, len(plain.layers))
+        attention_layers(Fields({"attn": value}, ""), plain.hidden_size, len(plain.layers))
         for value in (kept.get("attn"), field)
     )
     return kept.get("attn") if said == wanted else field
@@ -163,9 +173,14 @@ def _block_sources(mixers: Sequence[Mixer], tied: bool) -> dict[str, Source]:
         sources[f"{block}mixer_norm.weight"] = same(f"{block}attn_norm.weight")
         for name in ("mlp_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
             sources[f"{block}{name}.weight"] = same(f"{block}{name}.weight")
-        for name, source in mixer.sources.items():
-            sources[f"{block}mixer.{name}"] = source.under(f"{block}attn.")
+        sources |= mixer_sources(mixer, block)
     return sources
+
+
+def mixer_sources(mixer: Mixer, block: str) -> dict[str, Source]:
+    """Where the tensors of the mixer in the layer with the prefix `block` come from."""
+    own = {f"{block}mixer.{name}": source.under(f"{block}attn.") for name, source in mixer.sources.items()}
+    return own | {f"{block}mixer.{name}": source for name, source in mixer.of_the_model.items()}
 
 
 def mlp_width(hidden_size: int, ratio: object, given: int | None) -> int:
@@ -188,6 +203,14 @@ def head_width(fields: Fields, hidden_size: int, key: str, default: float, heads
     if abs(total - round(total)) > 1e-6 * total or round(total) % heads:
         raise fields.fail(key, f"hidden_size ({hidden_size}) times it must be a whole multiple of the {heads} heads")
     return round(total) // heads
+
+
+def expanded_width(fields: Fields, key_dim: int, default: float) -> int:
+    """Value width of a head of `key_dim` keys: that times expand_v, which must be whole."""
+    width = key_dim * fields.number("expand_v", default)
+    if abs(width - round(width)) > 1e-5 * width or not round(width):
+        raise fields.fail("expand_v", f"head_dim ({key_dim}) times it must be whole")
+    return round(width)
 
 
 def conv_width(fields: Fields, default: bool) -> int:
@@ -231,7 +254,7 @@ def gated_norm(fields: Fields) -> Source:
     return constant(1.0)
 
 
-def _attention_layers(fields: Fields, hidden: int, count: int) -> dict[int, Mixer]:
+def attention_layers(fields: Fields, hidden: int, count: int) -> dict[int, Mixer]:
     """Hybrid models: layer index -> softmax attention."""
     given = fields.get("attn")
     if given is None:

@@ -11,6 +11,7 @@ from longrecall.models.formats.fla_common import (
     conv_fields,
     conv_width,
     convolutions,
+    expanded_width,
     fla_layout,
     fla_stock_config,
     projections,
@@ -46,9 +47,6 @@ def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:
 def _mixer(fields: Fields, hidden: int) -> Mixer:
     heads, key_dim = fields.integer("num_heads", 6), fields.integer("head_dim", 256)
     value_heads = fields.optional_integer("num_v_heads", heads)
-    value_dim = key_dim * fields.number("expand_v", 2.0)
-    if abs(value_dim - round(value_dim)) > 1e-5 * value_dim:
-        raise fields.fail("expand_v", f"head_dim ({key_dim}) times it must be whole")
     fields.require("output_gate_activation", "swish", ["swish", "silu"], "the output gate is a SiLU")
     fields.require("use_mamba_gate", True, [True], "the decay is Mamba-2's")
     width, gated = conv_width(fields, True), fields.flag("use_gate", True)
@@ -58,7 +56,7 @@ def _mixer(fields: Fields, hidden: int) -> Mixer:
         "num_heads": heads,
         "value_heads": value_heads,
         "key_dim": key_dim,
-        "value_dim": round(value_dim),
+        "value_dim": expanded_width(fields, key_dim, 2.0),
         "conv_width": width,
         "output_gate": gated,
         "negative_eigenvalues": fields.flag("allow_neg_eigval", False),
