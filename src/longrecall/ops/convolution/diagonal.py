@@ -27,17 +27,17 @@ def diagonal_ssm(
     r"""Run :math:`s_t = \lambda s_{t-1} + u_t`, :math:`y_t = 2\,\mathrm{Re} \sum_m g_m s_{t,m} + D u_t`, all channels.
 
     :math:`\lambda_m = e^{-rate_m + i\,angle_m}`; a pair of conjugate eigenvalues counts once, hence the factor 2. The
-    sequence is a convolution with taps :math:`2\,\mathrm{Re} \sum_m g_m \lambda_m^l` plus what is left of the initial
-    state; time O(T log T + T M), memory O(T). All arithmetic is in float32 (float64 for float64).
+    outputs are a convolution with taps :math:`2\,\mathrm{Re} \sum_m g_m \lambda_m^l`, plus the part of the initial
+    state. Time is O(T log T + T M), memory O(T). All arithmetic is in float32 (float64 for float64).
 
     Args:
         u: ``[B, T, H, P]``: P channels of head h share its eigenvalues and gains.
-        rate: ``[H, M]``, not negative: what a token fades the state by, in nats. angle: ``[H, M]`` in radians a token.
+        rate: ``[H, M]``, not negative: by how much a token lets the state decay, in nats. angle: ``[H, M]``, radians.
         gain: ``[H, M, 2]``, real and imaginary part.
-        skip: D, ``[H]``; None = nothing passes the state by.
+        skip: D, ``[H]``; None = no skip connection.
         initial_state: ``[B, H, 2 M, P]``, M real parts and then M imaginary ones; None = zeros.
         mask: bool ``[B, T]``; False marks padding: it is skipped as if it were not there (its outputs are arbitrary).
-        wants_state: whether to compute the final state, which takes as many products as T by 2 M for every channel.
+        wants_state: whether to compute the final state, which takes T * 2 M products for every channel.
 
     Returns:
         ``[B, T, H, P]`` in the dtype of `u` and the final state ``[B, H, 2 M, P]``, None where it is not wanted.
@@ -46,11 +46,11 @@ def diagonal_ssm(
     wide = torch.float64 if u.dtype == torch.float64 else torch.float32
     rate, angle, gain = rate.to(wide), angle.to(wide), gain.to(wide)
     with torch.autocast(u.device.type, enabled=False):
-        # Taps of plain torch are made of the powers that the states need anyway.
+        # Plain torch computes the taps from the powers, which the states need anyway.
         powers = _powers(rate, angle, length + 1) if wants_state or initial_state is not None else None
         taps = _taps(rate, angle, gain, length, powers)
         if skip is not None:
-            # The tap of lag 0: no pass over memory of its own.
+            # The skip connection is added to the tap of lag 0, so it needs no pass over memory.
             taps = torch.cat([taps[:, :1] + skip.to(wide)[:, None], taps[:, 1:]], dim=1)
         flat = u.flatten(2)
         y = long_convolution(flat.to(wide), taps.repeat_interleave(width, dim=0), mask=mask)[0]
@@ -101,7 +101,7 @@ def _powers(rate: Tensor, angle: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _weights(gain: Tensor, real: Tensor, imaginary: Tensor) -> tuple[Tensor, Tensor]:
-    """What the parts of a state count for after so many steps, ``[H, M, T]`` each."""
+    """Weights ``[H, M, T]`` of the real and imaginary part of a state in the output after so many steps."""
     real_gain, imaginary_gain = (part[..., None] for part in gain.unbind(-1))
     weight = 2 * (real_gain * real - imaginary_gain * imaginary)
     return weight, -2 * (real_gain * imaginary + imaginary_gain * real)
@@ -118,7 +118,7 @@ def _final_state(
     """The state after the last token, ``[B, H, 2 M, P]``; inputs ``[B, T, H * P]``, powers ``[H, M, T + 1]``."""
     length, heads = flat.shape[1], real.shape[0]
     if mask is not None:
-        # Padding first: zeros before the first token add nothing, whatever their power.
+        # Padding is moved to the front: zeros before the first token add nothing, whatever their power.
         flat = reorder(flat * mask[..., None].to(flat.dtype), real_tokens_first(~mask))
     oldest_first = torch.cat([real[..., :length], imaginary[..., :length]], dim=1).flip(2)
     inputs = flat.to(wide).unflatten(2, (heads, -1))

@@ -1,4 +1,4 @@
-"""Products of all pairs of channels of a head, and reading such pairs: what H3 does before and after its recurrence.
+"""Products of all pairs of channels of a head, and reading such pairs, as H3 does before and after its recurrence.
 
 Heads are small (2 channels or so), which makes broadcasting and sums over so few numbers slow in plain torch; on a GPU
 kernels do both in one pass over memory (triton/head_products.py).

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution with long filters, by fast Fourier transforms, and the inputs that it carries along.
+"""Causal depthwise convolution with long filters, by fast Fourier transforms. Its state is the inputs so far.
 
 On a GPU texts that are not too long are multiplied by Toeplitz matrices instead (triton/long.py).
 """
@@ -29,8 +29,8 @@ def long_convolution(
 
     Time is O((S + T) log(S + T)), memory O(S + T); a single token costs one sum over the history. Sums are formed in
     float32 (float64 for float64), under autocast too: half-precision transforms lose what the filter's tail adds. On a
-    GPU a short text without a history is multiplied by the Toeplitz matrix of its taps, time O(T^2), with the precision
-    that torch is told for products of float32 (`torch.set_float32_matmul_precision`).
+    GPU a short text without a history is multiplied by the Toeplitz matrix of its taps, in time O(T^2). Those products
+    have the precision that torch was told to use for float32 (`torch.set_float32_matmul_precision`).
 
     Args:
         x: ``[B, T, C]``.
@@ -87,7 +87,7 @@ def _convolve(inputs: Tensor, taps: Tensor, length: int) -> Tensor:
     if length == 1:
         newest: Tensor = (inputs[:, total - lags :] * taps.flip(1).t()).sum(1, keepdim=True)
         return newest
-    # What wraps around lands before the outputs that are kept.
+    # Outputs that the circular convolution mixes lie before those that are kept.
     size = 1 << (max(total, length + lags - 1) - 1).bit_length()
     signal = torch.fft.rfft(inputs.transpose(1, 2), n=size)
     product = signal * torch.fft.rfft(taps, n=size)

@@ -32,7 +32,8 @@ _gated_convolution_kernel = kernel("convolution.triton.gated", "convolve")
 class _Taps(torch.autograd.Function):
     """The sum over taps by shift and add: ``[B, T + W - 1, C]``, ``[C, W]`` -> ``[B, T, C]``.
 
-    It is bound by memory traffic: in place, no product of a tap is written and read again, which plain autograd would.
+    Memory traffic takes most of the time. The sum is formed in place, so that no product of a tap is written and read
+    again, as it would be by plain autograd.
     """
 
     @staticmethod
@@ -61,7 +62,7 @@ class _Taps(torch.autograd.Function):
 def _sum_of_taps(history: Tensor, taps: Tensor) -> Tensor:
     """As `_Taps`; under torch.compile in plain operations, which the compiler fuses as well.
 
-    torch 2.11 compiles the node with a gradient of zero.
+    (torch 2.11 compiles `_Taps` wrongly, with a gradient of zero.)
     """
     if not torch.compiler.is_compiling():
         return cast(Tensor, _Taps.apply(history, taps))
@@ -109,7 +110,7 @@ def short_convolution(
     state = x.new_zeros((len(x), width - 1, x.shape[2])).transpose(1, 2) if state is None else state
     order = None
     if mask is not None and not is_at_the_end(mask):
-        # Real tokens first, in order: padding then lies after everything it could disturb.
+        # Real tokens are moved to the front, in order. Padding after them disturbs nothing.
         order = torch.argsort((~mask).to(torch.int8), dim=1, stable=True)
         x = x.gather(1, order[..., None].expand_as(x))
     before = state.to(x.dtype).transpose(1, 2)
@@ -118,7 +119,7 @@ def short_convolution(
     op = DEPTHWISE_CONVOLUTION if plain else SHORT_CONVOLUTION
     if op.on_kernels({"x": x, "weight": weight}, backend, **options):
         y = _depthwise(x, weight, bias, given) if plain else _short_convolution_kernel(x, weight, bias, state)
-        # The last inputs are found without a copy of all.
+        # The last inputs are picked without a copy of all inputs.
         recent = None if mask is None else newest(mask, width - 1)
         last = x[:, 1 - width :] if recent is None else _picked(x, recent.tokens)
         history, places = torch.cat([before, last], dim=1), None if recent is None else recent.inputs
@@ -162,7 +163,7 @@ def gated_short_convolution(
 
 
 def _depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None) -> Tensor:
-    """The kernel without activation, which knows of no inputs before its first: a state is put in front of x."""
+    """The kernel without activation. It takes no earlier inputs, so a state is joined to the front of x."""
     history = x if state is None else torch.cat([state.to(x.dtype).transpose(1, 2), x], dim=1)
     y: Tensor = _depthwise_convolution_kernel(history, weight, bias)
     return y[:, history.shape[1] - x.shape[1] :]

@@ -1,15 +1,16 @@
 r"""The selective scan of Mamba-1 in plain torch: one fused operation a step, states kept only between blocks of steps.
 
-The decay :math:`e^{\Delta_{t,i} A_{in}}` differs for every channel and key, so that no product of matrices computes a
-block of steps. What costs is the traffic of numbers of size T x N x I. Here a block of steps lives in a few buffers
-that are used again for the next, and the backward computes the states of a block anew from the one before it. With
+The decay :math:`e^{\Delta_{t,i} A_{in}}` differs for every channel and key, so no matrix product can compute a block of
+steps. Memory traffic of T x N x I numbers takes most of the time. Here the numbers of a block of steps are in a few
+buffers, which the next block uses again. The backward computes the states of a block anew from the one before it. With
 :math:`g_t` the gradient of :math:`h_t` and :math:`\bar y_t` that of :math:`y_t`,
 
 .. math:: g_t = C_t \bar y_t + e^{\Delta_{t+1} A} g_{t+1}, \qquad
           \frac{\partial}{\partial (\Delta_t A)} = g_t \, e^{\Delta_t A} h_{t-1}
 
-and every other gradient is a sum of :math:`g_t` against one input. Time goes first and channels last inside, so that
-a step is one contiguous piece of memory. No exponent is positive. Memory grows with T x I x (1 + N / `SHORTEST_BLOCK`).
+and every other gradient is a sum of products of :math:`g_t` with one input. Inside, time is the first dimension and
+channels the last, so that a step is one contiguous piece of memory. No exponent is positive. Memory grows with
+T x I x (1 + N / `SHORTEST_BLOCK`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-# Numbers in one buffer of a block: 1.5 MiB in float32, so that the few in use stay near the processor.
+# Numbers in one buffer of a block: 1.5 MiB in float32, so that the few buffers stay in the processor's cache.
 BLOCK_NUMBERS = 400_000
 # At most 1 / 16 of all states are kept for the backward, however wide a step is.
 SHORTEST_BLOCK, LONGEST_BLOCK = 16, 256
@@ -86,7 +87,7 @@ class _Blocks:
         return [slice(start, min(start + self.size, length)) for start in range(0, length, self.size)]
 
     def buffer(self) -> Tensor:
-        """Room for a number of every state in a block, ``[size, B, N, I]``."""
+        """A buffer ``[size, B, N, I]`` for all states of a block."""
         return self.x.new_empty((self.size, self.x.shape[1], *self.a.shape))
 
     def states(self, part: slice, before: Tensor, decay: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,8 @@ from longrecall.ops.shapes import accumulation_dtype, prepare_state
 def _too_short(inputs: Inputs) -> str | None:
     x = inputs["x"]
     assert x is not None
-    # In plain torch the scan launches kernels for every step, so that its own kernel wins sooner than others do.
+    # In plain torch the scan launches kernels for every step, so its own kernel is faster from fewer tokens on than
+    # others.
     short = x.shape[1] <= SHORTEST_CHUNKED
     return f"sequences of up to {SHORTEST_CHUNKED} tokens are left to plain torch" if short else None
 
@@ -67,7 +68,7 @@ def selective_scan(
         step: the time steps, >= 0, ``[B, T, I]``; 0 leaves the state as it was.
         a: ``[I, N]``, <= 0.
         b, c: ``[B, T, N]``, shared by all channels.
-        skip: D, ``[I]``; None = nothing passes the state by.
+        skip: D, ``[I]``; None = no skip connection.
         initial_state: ``[B, N, I]``; None = zeros. With `cu_seqlens` B is the number of documents.
         backend: "reference", "chunked" or "triton"; None chooses.
         cu_seqlens: int ``[documents + 1]``: B = 1 holds documents side by side, each with a state of its own.

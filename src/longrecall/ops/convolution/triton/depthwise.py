@@ -1,7 +1,7 @@
 """Causal depthwise convolution of a few taps without an activation in one pass over memory, forward and backward.
 
-A program takes a tile of tokens and channels and reads it once for every tap, each time one token further back: memory
-sees the first of these reads, the cache the others. The gradients of the taps and of the bias are sums over tokens:
+A program takes a tile of tokens and channels and reads it once for every tap, each time one token further back. The
+first of these reads comes from memory, the others from the cache. The gradients of the taps and of the bias are sums:
 every program adds up its own, and torch adds up the programs. No atomics: two runs agree to the bit.
 """
 
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from longrecall.ops.kernels.launch import kernel, on_device, walkers, why_not_tensors
 
 MOST_TAPS = 4
-"""Taps whose sums fit in registers beside the tile; more of them are left to plain torch."""
+"""The most taps: their sums must fit in registers together with the tile. Plain torch takes more taps."""
 
 SHORTEST_TEXT = 16
 """Tokens below which torch is as fast."""
@@ -146,7 +146,7 @@ class _Convolve(torch.autograd.Function):
         width, tokens, columns = weight.shape[1], batch * length, triton.cdiv(channels, COLUMNS)
         count = walkers(x, triton.cdiv(tokens, ROWS), columns, PROGRAMS)
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        # The bias has a row whether it is there or not, which is then nobody's.
+        # There is always a row for the bias; without a bias it is not used.
         sums = torch.empty((count, width + 1, channels), device=x.device, dtype=torch.float32)
         with on_device(x):
             depthwise_backward_kernel[(count, columns)](

@@ -1,7 +1,7 @@
 r"""Taps of a diagonal state space, :math:`h_l = 2 Re \sum_m g_m \lambda_m^l`, and their gradients.
 
-Powers of every eigenvalue are many more numbers than taps, H * M * L of them, which plain torch writes and reads a
-dozen times. Here they exist in registers alone, and the backward pass makes them again.
+There are many more powers of eigenvalues, H * M * L, than taps. Plain torch writes and reads them a dozen times. Here
+they exist in registers only, and the backward pass computes them again.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def diagonal_gradients_kernel(
 
 
 def why_not(rate: Tensor, angle: Tensor, gain: Tensor) -> str | None:
-    """Why the kernels cannot make taps of these, in words; None = they can."""
+    """Why the kernels cannot compute taps from these tensors, in words; None = they can."""
     return why_not_tensors(rate, angle, gain)
 
 

@@ -1,8 +1,8 @@
 """Hyena's convolutions of three taps on both gates and the value, and the product of the first gate and the value.
 
-One pass over memory: of three convolved parts two are written. The backward pass convolves again, also for the tokens
-that the taps reach ahead, and keeps nothing but the inputs. The gradients of taps and biases are sums over tokens: each
-program adds up its own, and torch adds up the programs. No atomics: two runs agree to the bit.
+It is one pass over memory: the middle part and the product of the others are written. Only the inputs are kept for the
+backward pass, which convolves again. The gradients of taps and biases are sums over tokens: each program adds up its
+own, and torch adds up the programs. No atomics: two runs agree to the bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from longrecall.ops.kernels.launch import kernel, on_device, walkers, why_not_tensors
 
 WIDTH = 3
-"""Taps."""
+"""Number of taps."""
 
 SHORTEST_TEXT = 16
 """Tokens below which torch is as fast."""
@@ -54,7 +54,7 @@ def _convolved(taps, now, before, oldest):
 
 @triton.jit
 def _part(z, weight, bias, rows, times, T, N, channel, C):
-    """One part convolved: z, weight and bias point to its first channel."""
+    """The convolution of one part; z, weight and bias point to its first channel."""
     taps = _taps(weight, bias, channel, C)
     now = _tokens(z, rows, times, T, N, channel, C, 3 * C, 0)
     before = _tokens(z, rows, times, T, N, channel, C, 3 * C, -1)
@@ -127,7 +127,7 @@ def gated_convolution_backward_kernel(
         y2 = _tokens(z + 2 * C, rows, times, T, N, channel, C, 3 * C, 0)
         y3 = _tokens(z + 2 * C, rows, times, T, N, channel, C, 3 * C, 1)
         y4 = _tokens(z + 2 * C, rows, times, T, N, channel, C, 3 * C, 2)
-        # Each factor's gradient is the other one, convolved, times that of the product.
+        # The gradient of a factor is the other factor, convolved, times the gradient of the product.
         e0, f0 = p0 * _convolved(right, y2, y1, y0), p0 * _convolved(left, x2, x1, x0)
         e1, f1 = p1 * _convolved(right, y3, y2, y1), p1 * _convolved(left, x3, x2, x1)
         e2, f2 = p2 * _convolved(right, y4, y3, y2), p2 * _convolved(left, x4, x3, x2)

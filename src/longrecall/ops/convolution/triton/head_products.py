@@ -1,7 +1,8 @@
 """Products of all pairs of a head's channels, and reading them, in one pass over memory, forward and backward.
 
-Numbers are addressed flat: pair e of ``[..., H, P, P]`` belongs to the left channel e / P and to the right channel
-e / P^2 * P + e modulo P. A program reads its few left and right channels again for every pair, from the cache.
+Numbers are counted in their order in memory: pair e of ``[..., H, P, P]`` belongs to the left channel e / P and to the
+right channel e / P^2 * P + e modulo P. A program reads its few left and right channels anew for every pair, from the
+cache.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch.autograd.function import once_differentiable
 from longrecall.ops.kernels.launch import kernel, on_device, why_not_tensors
 
 WIDEST = 16
-"""Channels of a head, over which the kernels loop."""
+"""The most channels of a head: the kernels loop over them."""
 
 BLOCK = 512
-"""Channels, left or right, that a program works on."""
+"""Left or right channels of a program."""
 
 MOST_PAIRS = 2**31 - 1
-"""Their number is an int32 in the kernels."""
+"""The most pairs: their number is an int32 in the kernels."""
 
 
 @triton.jit
@@ -133,7 +134,7 @@ def _launch(kernel: Any, *tensors: Tensor) -> None:
 
 
 class _Pairs(torch.autograd.Function):
-    """A forward kernel that makes `size` numbers a head of two tensors, and that of their gradients."""
+    """Kernels of a forward, which makes `size` numbers per head from two tensors, and of its backward."""
 
     @staticmethod
     def forward(ctx: Any, forward: Any, backward: Any, size: int, x: Tensor, y: Tensor) -> Tensor:

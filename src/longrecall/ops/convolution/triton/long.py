@@ -1,10 +1,10 @@
 r"""Causal convolutions of long filters as products with Toeplitz matrices on the matrix units, forward and backward.
 
-Of one channel, the outputs of all rows of a batch are :math:`Y = X M`, with :math:`M_{st} = h_{t-s}` for s <= t. The
-work grows with the square of the length, that of a Fourier transform does not; but the matrix units are so much faster
-than memory, and a transform of twice the length (so that nothing wraps around) moves every number so often, that the
-products win up to `LONGEST` tokens. M is never in memory: a tile of it is gathered from the taps. The gradient of a tap
-is the sum of a diagonal of :math:`X^\top D`.
+For one channel the outputs of all rows of a batch are :math:`Y = X M`, with :math:`M_{st} = h_{t-s}` for s <= t. The
+work grows with the square of the length, which that of a Fourier transform does not. But the transform has twice the
+length, so that nothing wraps around, and moves every number through memory many times. The matrix units are so much
+faster than memory that the products win up to `LONGEST` tokens. M is never stored: a tile of it is gathered from the
+taps. The gradient of a tap is the sum of a diagonal of :math:`X^\top D`, where D is the gradient of Y.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHORTEST, LONGEST = 16, 512
 """Lengths that the kernels serve."""
 
 FEWEST_ROWS = 16
-"""Rows of a batch below which the products would be mostly padding."""
+"""With fewer rows of a batch the products would be mostly padding."""
 
 
 @kernel
@@ -56,7 +56,7 @@ def toeplitz_kernel(
     x, taps, out, B, C, LENGTH, LAGS, BACKWARD: tl.constexpr, BLOCK: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the outputs ``[B, C, LENGTH]`` of one channel; BACKWARD: of the inputs' gradients from the outputs'."""
+    """A tile of the outputs ``[B, C, LENGTH]`` of a channel; BACKWARD: of its inputs' gradients, from the outputs'."""
     c, block_of_steps, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK
     steps = block_of_steps * TILE + tl.arange(0, TILE)
     total = tl.zeros([BLOCK, TILE], tl.float32)
@@ -79,9 +79,9 @@ def toeplitz_kernel(
 def taps_kernel(
     x, d_out, out, B, C, LENGTH, BLOCK: tl.constexpr, DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Products of inputs and gradients that are `apart` tiles apart: ``[C, apart, i, j - i + TILE - 1]``.
+    """Products of inputs and gradients at a distance of `apart` tiles: ``[C, apart, i, j - i + TILE - 1]``.
 
-    Rows are 2 * TILE wide, so that lags lie in columns; the rest of a row is zeroed.
+    Rows are 2 * TILE wide, so that each lag has a column; the rest of a row is zero.
     """
     c, apart = tl.program_id(0), tl.program_id(1)
     total = tl.zeros([TILE, TILE], tl.float32)
@@ -119,7 +119,7 @@ def convolve(x: Tensor, taps: Tensor) -> Tensor:
 
 
 def _transposed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[B, P, Q]`` -> ``[B, Q, P]`` in `dtype`, which torch takes twice as long for."""
+    """``[B, P, Q]`` -> ``[B, Q, P]`` in `dtype`, in half the time that torch takes."""
     x = x if x.stride(2) == 1 else x.contiguous()
     batch, p, q = x.shape
     out = torch.empty((batch, q, p), device=x.device, dtype=dtype)
@@ -154,7 +154,8 @@ def _taps_gradient(x: Tensor, d_out: Tensor, lags: int) -> Tensor:
             x, d_out, skewed, batch, channels, length,
             BLOCK=block(batch, MOST_ROWS // 2), num_warps=4, num_stages=1, **arithmetic(torch.float32).constants(),
         )  # fmt: skip
-    # Column n of `apart` is the lag (apart - 1) * tile + 1 + n; those of neighbours overlap by half.
+    # Column n of distance `apart` is the lag (apart - 1) * tile + 1 + n; lags of neighbouring distances overlap by
+    # half.
     sums = skewed.sum(2)
     later = torch.cat([sums[:, 1:, : tile - 1], sums.new_zeros(channels, 1, tile - 1)], dim=1)
     found = sums[..., tile - 1 : -1]

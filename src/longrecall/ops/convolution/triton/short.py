@@ -1,9 +1,9 @@
 """Short convolution, SiLU and the L2 norm of every head in one pass over memory, forward and backward.
 
-Between two large products this is all that happens to queries, keys and values, and it is bound by memory traffic. A
-program walks over consecutive tokens of a few heads, four at a time with the next four on their way, and keeps the last
-inputs in registers: every number is read once and written once. The backward walks the other way, computes the forward
-again, and keeps nothing.
+Between two large products this is all that happens to queries, keys and values, and memory traffic takes most of its
+time. A program walks over consecutive tokens of a few heads. It takes four at a time while the next four are loaded,
+and keeps the last inputs in registers. So every number is read once and written once. The backward walks the other way
+and computes the forward again, so that nothing is kept for it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from torch.autograd.function import once_differentiable
 from longrecall.ops.kernels.launch import MOST_ROWS, interpreting, kernel, on_device, processors, why_not_tensors
 
 WIDTH = 4
-"""Taps of the convolution; another width has no kernel."""
+"""Taps of the convolution: there are kernels for no other width."""
 
 SEGMENT = 128
-"""Tokens a program walks over, a multiple of the 4 that it takes at a time: long beside the W - 1 that neighbours read
-twice, short enough for many programs."""
+"""Tokens of a program, a multiple of the 4 that it takes at a time. There are many more of them than the W - 1 tokens
+that
+neighbours read twice, but few enough for many programs."""
 
 SHORTEST = 8
-"""Tokens of a forward program of a short text, which would have too few programs otherwise."""
+"""Tokens of a program in the forward of a short text, which would have too few programs otherwise."""
 
 PROGRAMS = 8
-"""Warps for each multiprocessor below which programs are made shorter: with fewer, memory is waited for."""
+"""With fewer warps per multiprocessor programs get fewer tokens: else they would wait for memory."""
 
 SHORTEST_TEXT = 16
 """Tokens of a plain convolution below which torch is as fast."""
@@ -56,7 +57,7 @@ def _input(z, state, b, t, low, T, channel, SIZE: tl.constexpr, ROW: tl.constexp
 
 @triton.jit
 def _taps(weight, bias, channel, BIAS: tl.constexpr):
-    """Four columns of ``[SIZE, 4]``, and the bias, if there is one."""
+    """The four columns of ``[SIZE, 4]``, and the bias or 0."""
     place = weight + channel * 4
     tap0, tap1 = tl.load(place).to(tl.float32), tl.load(place + 1).to(tl.float32)
     tap2, tap3 = tl.load(place + 2).to(tl.float32), tl.load(place + 3).to(tl.float32)
@@ -68,14 +69,14 @@ def _taps(weight, bias, channel, BIAS: tl.constexpr):
 
 @triton.jit
 def _sigmoid(c):
-    """Four instructions of Hopper's; those that Triton makes of the formula, right for denormals too, are a dozen.
+    """The sigmoid in four instructions of Hopper. Triton compiles the formula, with denormals, to a dozen.
 
-    They would be a third of all, and the kernels as much bound by instructions as by memory.
+    Those would be a third of all instructions, and would take as much time as the memory traffic.
     """
     if INTERPRETED:
         gate = 1.0 / (1.0 + tl.exp(-c))
     else:
-        # 1 / (1 + 2^(-c log2 e)); a denormal power is nothing beside 1, an infinite one gives 0.
+        # 1 / (1 + 2^(-c log2 e)). A denormal power adds nothing to 1; an infinite one gives 0.
         gate = tl.inline_asm_elementwise(
             "{ .reg .f32 p; mul.ftz.f32 p, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 p, p; add.ftz.f32 p, p, 0f3F800000; "
             "rcp.approx.ftz.f32 $0, p; }",
@@ -126,7 +127,7 @@ def _forward_kernel(
     x0, x1, x2 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32)
     a0, a1, a2, a3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
     for t in range(start, tl.minimum(start + LENGTH, T), 4):
-        # Asked for before the present tokens are worked on, so that memory is not waited for.
+        # The next tokens are loaded before these are computed, so that nothing waits for memory.
         n0, n1 = _row(z, b, t + 4, t, T, channel, ROW), _row(z, b, t + 5, t, T, channel, ROW)
         n2, n3 = _row(z, b, t + 6, t, T, channel, ROW), _row(z, b, t + 7, t, T, channel, ROW)
         _forward_token(out, b, t, T, x0, x1, x2, a0, taps, channel, eps, SIZE, NORMALISE, BIAS)
@@ -139,7 +140,7 @@ def _forward_kernel(
 
 @triton.jit
 def _to_convolution(d, x0, x1, x2, x3, taps, eps, NORMALISE: tl.constexpr, BIAS: tl.constexpr):
-    """The gradient of the convolution's output at one token from that of the result, `d`."""
+    """The gradient of the convolution's output at one token, given `d`, that of the result."""
     c, gate = _convolve(x0, x1, x2, x3, taps, BIAS)
     d = d.to(tl.float32)
     if NORMALISE:
@@ -152,7 +153,7 @@ def _to_convolution(d, x0, x1, x2, x3, taps, eps, NORMALISE: tl.constexpr, BIAS:
 @triton.jit
 def _backward_token(d_z, b, t, T, d, later, x0, x1, x2, x3, taps, sums, channel, eps,
                     SIZE: tl.constexpr, NORMALISE: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    """Store the gradient of one input; `later` are the convolution's gradients at the next three tokens.
+    """Store the gradient of one input; `later`: gradients of the convolution's outputs at the next three tokens.
 
     Returns `later` for the token before, and the sums of the taps' and the bias's gradients.
     """
@@ -173,9 +174,10 @@ def _backward_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, GROUP: tl.constexpr, NORMALISE: tl.constexpr,
     BIAS: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """From the last token to the first: an input's gradient comes from the convolution at its token and the next three.
+    """Walk from the last token to the first: an input's gradient depends on the outputs at its token and the next
+    three.
 
-    Tokens from T on have no gradient, so they change no sum.
+    Tokens from T on have a gradient of 0 and change no sum.
     """
     start, b = tl.program_id(0) * LENGTH, tl.program_id(2).to(tl.int64)
     channel = (tl.program_id(1) * GROUP + tl.arange(0, GROUP))[:, None] * D + tl.arange(0, D)[None, :]
@@ -195,8 +197,8 @@ def _backward_kernel(
     p0, p1, p2 = p0.to(tl.float32), p1.to(tl.float32), p2.to(tl.float32)
     a0, a1, a2, a3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
     b0, b1, b2, b3 = b0.to(tl.float32), b1.to(tl.float32), b2.to(tl.float32), b3.to(tl.float32)
-    # Computed even where all are zero: Triton 3.6 drops values that begin as one constant and move on from one name to
-    # the next, as these do.
+    # Computed even where all are zero: Triton 3.6 loses values that begin as a constant and are then passed from one
+    # variable to the next, as these are.
     later = (
         _to_convolution(_row(d_out, b, top, start, T, channel, SIZE), a1, a2, a3, p0, taps, eps, NORMALISE, BIAS),
         _to_convolution(_row(d_out, b, top + 1, start, T, channel, SIZE), a2, a3, p0, p1, taps, eps, NORMALISE, BIAS),
@@ -206,7 +208,7 @@ def _backward_kernel(
     sums = (none, none, none, none, none)
     for step in range((top - start) // 4):
         t = top - 4 - 4 * step
-        # Asked for before the present tokens are worked on, so that memory is not waited for.
+        # The next tokens are loaded before these are computed, so that nothing waits for memory.
         n3 = _input(z, state, b, t - 5, low, T, channel, SIZE, ROW)
         n2 = _input(z, state, b, t - 6, low, T, channel, SIZE, ROW)
         n1 = _input(z, state, b, t - 7, low, T, channel, SIZE, ROW)
@@ -253,7 +255,7 @@ def convolve_heads(
         state: ``[B, H * D, 3]``, the inputs before z; None = zeros.
         normalise: whether to divide every head by its L2 norm.
         bias: ``[H * D]``, added before SiLU; None = zeros.
-        eps: keeps the norm of a head of zeros finite.
+        eps: added to the sum of squares; it keeps the result for a head of zeros finite.
 
     Returns:
         ``[B, T, H, D]`` in the dtype of z.
@@ -271,12 +273,12 @@ def no_inputs(z: Tensor, taps: Tensor) -> Tensor:
 
 
 def laid_out(state: Tensor) -> Tensor:
-    """A state ``[B, C, W - 1]`` with neighbouring channels side by side; a copy if need be, as after `save_on_cpu`."""
+    """A state ``[B, C, W - 1]`` with neighbouring channels side by side in memory; copied if it is not."""
     return state.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 LEAST = 32
-"""Channels that are worked on together at least: as many as a warp has lanes."""
+"""The fewest channels of a program: as many as a warp has lanes."""
 
 
 def why_not(x: Tensor, weight: Tensor, activation: str | None) -> str | None:
@@ -301,12 +303,12 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, state: Ten
 
 
 def _group(heads: int, width: int) -> int:
-    """Heads of a program: a warp for every 128 channels, which sums a head's norm by itself; many programs fit."""
+    """Heads of a program: as many as give a warp 128 channels. A warp sums the norm of a head by itself."""
     return next(n for n in (8, 4, 2, 1) if heads % n == 0 and (n == 1 or n * width <= 128))
 
 
 def _length(z: Tensor) -> int:
-    """Tokens of a forward program: as many as leave every multiprocessor its `PROGRAMS` warps, within bounds."""
+    """Tokens of a program in the forward: within bounds, so many that every multiprocessor has `PROGRAMS` warps."""
     rows, length, heads, width = z.shape
     warps = rows * heads * width // 128
     wanted = PROGRAMS * processors(z)
@@ -332,9 +334,9 @@ def _launch(z: Tensor, tokens: int) -> tuple[tuple[int, int, int], dict[str, Any
 def forward(
     z: Tensor, weight: Tensor, state: Tensor, *, normalise: bool, bias: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor:
-    """`convolve_heads` without a gradient, from a state that is `laid_out`.
+    """`convolve_heads` without a gradient; the state has the layout of `laid_out`.
 
-    Tokens of z may be parts of wider rows, all else is contiguous.
+    Tokens of z may be parts of wider rows; everything else is contiguous.
     """
     out = torch.empty_like(z, memory_format=torch.contiguous_format)
     grid, constants = _launch(z, _length(z))
@@ -361,7 +363,7 @@ def backward(
 ) -> None:
     """Write the gradients of z and, as ``[B, 3, H * D]``, of the state, given that of `forward`'s result.
 
-    Also, to `d_weight`, parts of the weight's and the bias' in float32: ``[parts(z), 4 or 5, H * D]``.
+    Parts of the gradients of weight and bias go to `d_weight`, ``[parts(z), 4 or 5, H * D]`` in float32.
     """
     grid, constants = _launch(z, SEGMENT)
     with on_device(z):
@@ -372,7 +374,7 @@ def backward(
 
 
 def parts(z: Tensor) -> int:
-    """Parts of the weight's gradient that `backward` writes for z ``[B, T, ...]``."""
+    """Number of parts of the weight's gradient that `backward` writes for z ``[B, T, ...]``."""
     return len(z) * int(triton.cdiv(z.shape[1], SEGMENT))
 
 

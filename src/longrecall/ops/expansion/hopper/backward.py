@@ -1,12 +1,12 @@
-"""The backward of head-wise expansion, short convolution, SiLU and L2 norm, up to the two products of its result.
+"""The backward of head-wise expansion, short convolution, SiLU and L2 norm, up to the gradient of the expansion.
 
 A program has one subhead, whose weight ``[D, D]`` stays in shared memory. It walks from the last tokens of its streams
-to the first, forms the convolution's inputs again and writes their gradients. A tile's product and what comes after it
-follow each other; two programs fit a multiprocessor, and one multiplies while the other does the rest. The gradients of
-y and of the weight are left to products of what is written.
+to the first, computes the inputs of the convolution again, and writes their gradients. The product of a tile and the
+work after it follow each other. Two programs fit a multiprocessor, so that one multiplies while the other does the
+rest. The caller computes the gradients of y and of the weight by two products with the gradients that are written here.
 
-All formulas are those of the short convolution, at other scales: taps are multiplied by -log2 e, so gradients of the
-convolution's output by -ln 2. Norms are those that the forward kept.
+All formulas are those of the short convolution with other scales. Taps are multiplied by -log2 e, so gradients of the
+convolution's output are multiplied by -ln 2. The norms are those that the forward kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from longrecall.ops.kernels.gluon import gluon_kernel
 
 
 def _products() -> str:
-    """PTX: from a lane's part of a sum for each of two tokens, the sums."""
+    """PTX: a lane's parts of the sums of two tokens -> both sums over the warp."""
     lines = [".reg .b32 a<2>, s, k, t, r, lane;", ".reg .pred p;", "mov.b32 a0, $2;", "mov.b32 a1, $3;"]
     lines += [*summing(2), *(f"shfl.sync.idx.b32 ${i}, a0, {16 * i}, 31, -1;" for i in range(2))]
     return "{ " + " ".join(lines) + " }"
@@ -54,9 +54,9 @@ def _silu(x0, x1, x2, x3, taps):
 
 @gluon.jit
 def _slope(d, y, s, inverse, product, NORMALISE: gl.constexpr):
-    """-ln 2 times the gradient of the convolution, given that of the result.
+    """-ln 2 times the gradient of the convolution's output, given the gradient d of the result.
 
-    `y` and `s` are those of `_silu`, `inverse` is -1 / |y|, `product` is <d, y>.
+    `y` and `s` are what `_silu` returned, `inverse` is -1 / |y|, `product` is <d, y>.
     """
     silu = (s * LN2 - LN2) * y + s
     if NORMALISE:
@@ -68,7 +68,7 @@ def _slope(d, y, s, inverse, product, NORMALISE: gl.constexpr):
 
 @gluon.jit
 def _two(d0, d1, x0, x1, x2, x3, x4, taps, inverse, NORMALISE: gl.constexpr):
-    """-ln 2 times the gradients of the convolution at two tokens; their inputs are x3 and x4."""
+    """-ln 2 times the gradients of the convolution's outputs at two tokens, whose own inputs are x3 and x4."""
     y0, s0 = _silu(x0, x1, x2, x3, taps)
     y1, s1 = _silu(x1, x2, x3, x4, taps)
     p0, p1 = inverse
@@ -82,7 +82,7 @@ def _two(d0, d1, x0, x1, x2, x3, x4, taps, inverse, NORMALISE: gl.constexpr):
 
 @gluon.jit
 def _inverse(norms, n: gl.constexpr, left, SUBHEADS: gl.constexpr, NORMALISE: gl.constexpr):
-    """What the forward kept of tokens n and n + 1; zeros past the text's end."""
+    """The -1 / norm that the forward kept of tokens n and n + 1; 0 past the end of the text."""
     if NORMALISE:
         i0, i1 = _one(norms, n, left, SUBHEADS), _one(norms, n + 1, left, SUBHEADS)
     else:
@@ -97,7 +97,7 @@ def _one(norms, n: gl.constexpr, left, SUBHEADS: gl.constexpr):
 
 @gluon.jit
 def _to_input(a, b, c, d, taps, A: gl.constexpr, D: gl.constexpr):
-    """The gradient of an input, ``[8, D]``, from those of the convolution at its token and the next three."""
+    """The gradient of an input, ``[8, D]``, from those of the convolution's outputs at its token and the next three."""
     return narrow((a * taps[3] + b * taps[2] + c * taps[1] + d * taps[0]).to(gl.bfloat16), A, D)
 
 
@@ -106,11 +106,11 @@ def _pair(
     z, d, there, n: gl.constexpr, left, window, later, inverse, taps, sums,
     SIZE: gl.constexpr, D: gl.constexpr, NORMALISE: gl.constexpr, A: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """Tokens n and n + 1 of a tile: write the gradients of the convolution's inputs.
+    """Write the gradients of the convolution's inputs at tokens n and n + 1 of a tile.
 
-    `z` are the inputs from three tokens before the tile's first on, `window` inputs n - 1 .. n + 1, `later` the
-    convolution's gradients at the next three tokens, `left` the tokens from the tile's first to the end. Returns the
-    next `window` and `later`, and `sums`.
+    `z` holds the inputs, beginning three tokens before the tile. `window` holds inputs n - 1 .. n + 1. `later` holds
+    the gradients of the convolution's outputs at the next three tokens. `left` is the number of tokens from the first
+    of the tile to the end of the text. Returns the next `window` and `later`, and `sums`.
     """
     x2, x3, x4 = window
     x0, x1 = token(z, n, A, P), token(z, n + 1, A, P)
@@ -127,7 +127,7 @@ def _pair(
 
 @gluon.jit
 def _begin(z, state, begins, SIZE: gl.constexpr, A: gl.constexpr):
-    """Put the state ``[3, SIZE]`` in place of the three inputs before the text."""
+    """Write the state ``[3, SIZE]`` over the three inputs before the beginning of a text."""
     for n in gl.static_range(3):
         inputs = z.slice(8 * n, 8, 0)
         inputs.store(gl.where(begins, gl.load(state + n * SIZE, mask=begins, other=0.0), inputs.load(A)))
@@ -137,7 +137,7 @@ def _begin(z, state, begins, SIZE: gl.constexpr, A: gl.constexpr):
 def _above(
     z, d, norms, left, length, taps, SUBHEADS: gl.constexpr, NORMALISE: gl.constexpr, A: gl.constexpr, P: gl.constexpr
 ):
-    """The first `window` and `later`, from the tile above the last, `length` tokens behind the streams' first."""
+    """The first `window` and `later`, from the first tokens after the streams, each of which has `length` tokens."""
     there, rest = norms + length.to(gl.int64) * SUBHEADS, left - length
     x0, x1, x2 = token(z, 0, A, P), token(z, 1, A, P), token(z, 2, A, P)
     x3, x4, x5 = token(z, 3, A, P), token(z, 4, A, P), token(z, 5, A, P)
@@ -150,7 +150,7 @@ def _above(
 
 @gluon.jit
 def _leave(d_state, d_taps, later, sums, taps, begins, SIZE: gl.constexpr, A: gl.constexpr, P: gl.constexpr):
-    """The gradients of the three inputs before the text, ``[3, SIZE]``, and of the taps, ``[4, SIZE]``."""
+    """Write the gradients of the three inputs before the text, ``[3, SIZE]``, and of the taps, ``[4, SIZE]``."""
     D: gl.constexpr = begins.shape[1]
     zero = gl.zeros([8, 32, D // 32], gl.float32, P)
     gl.store(d_state + 2 * SIZE, _to_input(zero, later[0], later[1], later[2], taps, A, D), mask=begins)
@@ -165,7 +165,7 @@ def backward_kernel(
     y, grafted, weight, taps, state, norms, d_out, d_z, d_state, d_taps, B, T, segments, chunks,
     HEADS: gl.constexpr, E: gl.constexpr, D: gl.constexpr, GRAFTED: gl.constexpr, NORMALISE: gl.constexpr,
 ):  # fmt: skip
-    """Programs: subheads, groups of 8 streams. norms ``[B, T, H * E]``, d_taps ``[streams, 4, SIZE]``."""
+    """Grid: subheads, groups of 8 streams. `norms` is ``[B, T, H * E]``, `d_taps` is ``[streams, 4, SIZE]``."""
     SIZE: gl.constexpr = HEADS * E * D
     SUBHEADS: gl.constexpr = HEADS * E
     A: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [8, 1], [1, 0])
@@ -192,7 +192,8 @@ def backward_kernel(
     k = scaled_taps(taps, channel + gl.zeros_like(start)[:, None], P)
     norms = norm_places(norms, B, T, segments, chunks, SUBHEADS, P)
 
-    # Above the last tile: what its gradients of the convolution give to the one below. Heads lie 3 tokens before.
+    # The tokens after the last tile: the gradients of its inputs depend on them. Tiles of inputs begin 3 tokens
+    # earlier.
     fetch(d_tiles.index(1), d_heads, texts, t, length, T, SIZE)
     fetch(y_tile, source, texts, t, length - 3, T, HEADS * D)
     form(y_tile, w, z_tile, Z, D)

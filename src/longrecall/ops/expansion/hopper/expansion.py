@@ -9,10 +9,10 @@ from torch import Tensor
 from longrecall.ops.kernels.launch import on_device
 
 FORWARDS, BACKWARDS = 2, 2
-"""Programs of either kernel that share a multiprocessor: what they wait for is hidden by each other."""
+"""Programs of each kernel that share a multiprocessor: one computes while another one waits."""
 
 REGISTERS = 256
-"""Registers that a multiprocessor has for each thread of 8 warps."""
+"""Registers that each thread has if a multiprocessor runs 8 warps."""
 
 
 def forward(
@@ -28,8 +28,8 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """`expansion.expand_and_convolve`, whose arguments these are; `before` is its state as ``[B, 3, H * E * D]``.
 
-    Also what `backward` needs of it, `keep`: -1 / norm ``[B, T, H * E]`` in float32, of log2 e times SiLU; None where
-    there is no norm. Before it is rounded, SiLU is right to about 2^-20 of itself, down to -42.
+    With `keep` it also returns what `backward` needs: -1 / norm ``[B, T, H * E]`` of log2 e times SiLU in float32, None
+    where there is no norm. Before rounding, SiLU has a relative error of about 2^-20 for inputs down to -42.
     """
     from longrecall.ops.expansion.hopper.forward import forward_kernel
     from longrecall.ops.expansion.hopper.streams import STREAMS, plan
@@ -61,11 +61,11 @@ def backward(
     d_taps: Tensor,
     normalise: bool,
 ) -> Tensor:
-    """The gradient of the convolution's inputs, given that of `forward`'s result and its norms; as d_out.
+    """The gradient of the convolution's inputs, in the shape of d_out, the gradient of `forward`'s result.
 
-    Parts of the taps' are written to `d_taps`, ``[parts, 4, H * E * D]`` in float32, and add up to it; `parts` says how
-    many. That of the state is written to `d_before`. The gradients of y and of the weight are left to products with
-    what is returned.
+    Parts of the gradient of the taps are written to `d_taps`, ``[parts, 4, H * E * D]`` in float32; they add up to it,
+    and `parts` says how many there are. The gradient of the state is written to `d_before`. The caller computes the
+    gradients of y and of the weight by products with the result.
     """
     from longrecall.ops.expansion.hopper.backward import backward_kernel
     from longrecall.ops.expansion.hopper.streams import STREAMS, plan
@@ -85,7 +85,7 @@ def backward(
 
 
 def parts(y: Tensor, subheads: int) -> int:
-    """Parts of the taps' gradient that `backward` writes: one for every stream of its programs."""
+    """Number of parts of the taps' gradient that `backward` writes: one for every stream of its programs."""
     from longrecall.ops.expansion.hopper.streams import STREAMS, plan
 
     segments, _ = plan(y, subheads, each=BACKWARDS)

@@ -1,8 +1,8 @@
 """Head-wise expansion, short convolution, SiLU and L2 norm in one launch.
 
-A program has one subhead, whose weight ``[D, D]`` stays in shared memory, and walks along its streams from their first
-tokens on. A tile's product and what comes after it follow each other, while memory brings the next tile; several
-programs fit a multiprocessor, and some multiply while others do the rest.
+A program has one subhead, whose weight ``[D, D]`` stays in shared memory. It walks along its streams from their first
+tokens on. The product of a tile and the work after it follow each other, while the next tile is loaded. Several
+programs fit a multiprocessor, so that some multiply while others do the rest.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from longrecall.ops.kernels.gluon import gluon_kernel
 
 
 def _norms() -> str:
-    """PTX: from sums of squares of four tokens, a lane's part, and eps: -1 / norm of each, and of the lane's token.
+    """PTX: a lane's parts of the sums of squares of four tokens, and eps -> -1 / norm of each and of the lane's token.
 
-    A lane's token is the number of its quarter of the warp.
+    Quarter i of the warp has token i.
     """
     lines = [".reg .b32 a<4>, s, k, t, r, lane;", ".reg .pred p;"]
     lines += [f"mov.b32 a{i}, ${5 + i};" for i in range(4)]
@@ -51,7 +51,7 @@ REGISTERS = gl.constexpr(",".join(["=&f"] * 5 + ["f"] * 5))
 def _silu(x0, x1, x2, x3, taps):
     """SiLU of the convolution at the token of x3, times -log2 e."""
     c = convolve(x0, x1, x2, x3, taps)
-    # Halving the reciprocals is worth more here than in the backward, which has less room for what it takes.
+    # One reciprocal for two channels. In the backward it would cost more registers than it gains.
     return c * sigmoids(c)
 
 
@@ -60,7 +60,7 @@ def _half(
     z, there, norms, n: gl.constexpr, left, window, taps, eps, SIZE: gl.constexpr, D: gl.constexpr,
     NORMALISE: gl.constexpr, KEEP: gl.constexpr, A: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """Tokens n .. n + 3 of a tile; `window` are the three inputs before them. Returns the next `window`."""
+    """Tokens n .. n + 3 of a tile; `window` holds the three inputs before them. Returns the next `window`."""
     Q: gl.constexpr = gl.SliceLayout(2, P)
     x0, x1, x2 = window
     x3, x4, x5, x6 = token(z, n, A, P), token(z, n + 1, A, P), token(z, n + 2, A, P), token(z, n + 3, A, P)
@@ -68,7 +68,7 @@ def _half(
     y2, y3 = _silu(x2, x3, x4, x5, taps), _silu(x3, x4, x5, x6, taps)
     if NORMALISE:
         n0, n1, n2, n3 = gl.sum(y0 * y0, 2), gl.sum(y1 * y1, 2), gl.sum(y2 * y2, 2), gl.sum(y3 * y3, 2)
-        # The sums are those of numbers times log2 e.
+        # The sums are of squares of numbers times log2 e, so eps is scaled alike.
         small = gl.full_like(n0, 0.0) + eps * (LOG2E * LOG2E)
         n0, n1, n2, n3, own = gl.inline_asm_elementwise(
             NORMS, REGISTERS, [n0, n1, n2, n3, small],
@@ -94,7 +94,7 @@ def forward_kernel(
     HEADS: gl.constexpr, E: gl.constexpr, D: gl.constexpr, GRAFTED: gl.constexpr, NORMALISE: gl.constexpr,
     KEEP: gl.constexpr,
 ):  # fmt: skip
-    """Programs: subheads, groups of 8 streams. KEEP: norms ``[B, T, H * E]`` take what `_norms` gives."""
+    """Grid: subheads, groups of 8 streams. KEEP: the results of `_norms` are stored in norms ``[B, T, H * E]``."""
     SIZE: gl.constexpr = HEADS * E * D
     BF: gl.constexpr = gl.bfloat16
     A: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [8, 1], [1, 0])
@@ -117,7 +117,7 @@ def forward_kernel(
     norms = norm_places(norms, B, T, segments, chunks, SIZE // D, P)
     norms += (gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, P)))[None, :] >> 3) * (SIZE // D)
 
-    # Before the first tile: the three inputs that its first tokens take.
+    # Before the first tile: the three inputs that its first tokens need.
     first = chunks * 0
     fetch(y_tile, source, texts, t, first - 8, T, HEADS * D)
     form(y_tile, w, z_tile, Z, D)

@@ -1,12 +1,12 @@
-"""What the kernels of head-wise expansion share: tiles of 8 streams, and what stands between products in registers.
+"""What the kernels of head-wise expansion share: tiles of 8 streams, and functions on tokens in registers.
 
 A program has one subhead and walks along 8 parts of the text, its streams, 8 tokens of each at a time. The 64 rows of a
-tile are token after token, and of each token the 8 streams. A warp has a stream and each of its lanes D / 32 channels:
-the token before is another variable, and a token's norm is a sum over one warp.
+tile are ordered by token; the rows of one token are the 8 streams. Each warp has a stream, and each of its lanes D / 32
+channels. So the token before is another variable of the same thread, and the norm of a token is a sum over one warp.
 
-Taps are multiplied by -log2 e: the convolution is what the sigmoid's power of two takes. Before it is rounded, SiLU is
-right to about 2^-20 of itself, also far below zero, where by Hopper's tanh (one instruction, right to 2^-11) it is off
-by percents.
+Taps are multiplied by -log2 e, so that the result of the convolution is the exponent of the power of two in the
+sigmoid. Before rounding, SiLU has a relative error of about 2^-20, also far below zero. There Hopper's tanh (one
+instruction with an error of 2^-11) would give errors of several percent.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ TOKENS = 8
 """Tokens of a stream in a tile."""
 
 BEGINNING = 4
-"""Tiles that the beginning of a program takes as long as."""
+"""The start of a program takes as long as this many tiles."""
 
 SHORTEST = 8
-"""Tiles of a stream below which no row is cut."""
+"""The fewest tiles of a stream: rows are not cut into shorter segments."""
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
 
 def plan(x: Tensor, subheads: int, each: int) -> tuple[int, int]:
-    """Segments of a row of x ``[B, T, ...]`` and tiles of a segment, so that multiprocessors have least to do.
+    """Segments of a row of x ``[B, T, ...]`` and tiles of a segment, chosen so that the launch takes least time.
 
     `each` programs fit a multiprocessor. A subhead has a program for every 8 segments of all rows.
     """
@@ -48,7 +48,7 @@ def plan(x: Tensor, subheads: int, each: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(rows: int, tokens: int, subheads: int, room: int) -> tuple[int, int]:
-    """As `plan`; `room`: programs that run side by side. Remembered: every launch asks."""
+    """As `plan`; `room`: programs that run at the same time. Results are remembered, as every launch asks."""
     tiles = triton.cdiv(tokens, TOKENS)
 
     def work(segments: int) -> int:
@@ -61,10 +61,11 @@ def _plan(rows: int, tokens: int, subheads: int, room: int) -> tuple[int, int]:
 
 
 def summing(values: int) -> list[str]:
-    """PTX that adds up registers a0, a1, ... over a warp, a power of two of them, at most 8.
+    """PTX that adds up registers a0, a1, ... over a warp; their number is a power of two, at most 8.
 
-    Lanes that differ in bit 4 exchange half of the values and keep the other half, then those that differ in bit 3: so
-    many values take hardly more exchanges than one. The sum of value i ends in a0 of lane 32 / values * i.
+    Lanes that differ in bit 4 of their number exchange half of the values and keep the other half; then lanes that
+    differ in bit 3 do so, and so on. So several values take hardly more exchanges than one. The sum of value i ends in
+    a0 of lane 32 / values * i.
     """
     lines, mask, left = ["mov.u32 lane, %laneid;"], 16, values
     while left > 1:
@@ -86,7 +87,7 @@ def summing(values: int) -> list[str]:
 
 @gluon.jit
 def sigmoid(c):
-    """1 / (1 + 2^c), the sigmoid of -c ln 2, to about 2^-21 of itself; 0 from c = 128 on, and 1 at -infinity."""
+    """1 / (1 + 2^c), the sigmoid of -c ln 2, with a relative error of 2^-21; 0 from c = 128 on, 1 at -infinity."""
     return gl.inline_asm_elementwise(
         "{ .reg .f32 p; ex2.approx.ftz.f32 p, $1; add.f32 p, p, 0f3F800000; rcp.approx.ftz.f32 $0, p; }",
         "=f,f", [c], dtype=gl.float32, is_pure=True, pack=1,
@@ -95,11 +96,12 @@ def sigmoid(c):
 
 @gluon.jit
 def sigmoids(c):
-    """As `sigmoid`, of two neighbouring channels by one reciprocal, and never less than about 2^-62.
+    """As `sigmoid`, for two neighbouring channels by one reciprocal; the results are never below about 2^-62.
 
-    1 / a and 1 / b are b and a times 1 / (a b). From c = 62 on c counts as 62: a b is less than 2^125, neither it nor
-    its reciprocal leaves the normal numbers. SiLU is right to about 2^-20 of itself down to -42; below that it is off
-    by 2^-62 of its input at most. NaN stays in its channel: PTX's minimum takes the number.
+    1 / a and 1 / b are computed as b and a times 1 / (a b). Values of c above 62 count as 62. So a b is less than
+    2^125, and both it and its reciprocal are normal numbers. SiLU has a relative error of about 2^-20 for inputs down
+    to -42; below that its error is at most 2^-62 times its input. A NaN stays in its channel, as PTX's minimum of NaN
+    and a number is the number.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .f32 a, b, p; min.f32 a, $2, 0f42780000; min.f32 b, $3, 0f42780000; ex2.approx.ftz.f32 a, a;"
@@ -126,14 +128,14 @@ def wide(x, P: gl.constexpr):
 
 @gluon.jit
 def narrow(x, A: gl.constexpr, D: gl.constexpr):
-    """The way back, unrounded."""
+    """The inverse of `wide`, without rounding."""
     return gl.convert_layout(gl.reshape(x, [8, D]), A, assert_trivial=True)
 
 
 @gluon.jit
 def token(tile, n: gl.constexpr, A: gl.constexpr, P: gl.constexpr):
     """Token n of every stream of a tile of bfloat16 in shared memory."""
-    # An instruction a number; Triton takes three for two.
+    # One instruction per number; Triton's own conversion takes three for two numbers.
     x = gl.inline_asm_elementwise(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=&r,r", [tile.slice(8 * n, 8, 0).load(A)],
         dtype=gl.float32, is_pure=True, pack=2,
@@ -143,7 +145,7 @@ def token(tile, n: gl.constexpr, A: gl.constexpr, P: gl.constexpr):
 
 @gluon.jit
 def streams(s, B, T, segments, chunks):
-    """Row of the batch, first token and whether there is such a token, of streams s of this program."""
+    """For streams s of this program: row of the batch, first token, and whether the stream exists."""
     stream = gl.program_id(1) * 8 + s
     b = stream // segments
     start = (stream - b * segments) * (chunks * 8)
@@ -152,8 +154,9 @@ def streams(s, B, T, segments, chunks):
 
 @gluon.jit
 def rows(B, T, segments, chunks, D: gl.constexpr):
-    """Of the first rows of a program's first tile, as many as its threads copy at once: where their texts begin in
-    ``[B * T]``, and their tokens, beyond all texts where there is no such stream.
+    """Where texts begin in ``[B * T]``, and tokens, of the rows of a program's first tile that are copied at once.
+
+    Where a stream does not exist, the token lies beyond the end of every text.
     """
     C: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // D, D // 8], [1, 8, 1], [2, 1, 0])
     row = gl.arange(0, 2048 // D, layout=gl.SliceLayout(0, gl.SliceLayout(2, C)))
@@ -163,17 +166,17 @@ def rows(B, T, segments, chunks, D: gl.constexpr):
 
 @gluon.jit
 def fetch(into, x, texts, t, ahead, T, ROW: gl.constexpr):
-    """Send for a tile of x ``[B, T, ROW]``, `ahead` tokens behind what `rows` gives; zeros outside of the text."""
+    """Start copying a tile of x ``[B, T, ROW]``, `ahead` tokens after those of `rows`; zeros outside of the text."""
     ROWS: gl.constexpr = t.shape[0]
     D: gl.constexpr = into.shape[1]
     C: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // D, D // 8], [1, 8, 1], [2, 1, 0])
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [8, 1], [1, 0])
-    # A thread's rows differ by constants: it has one address for all of them.
+    # The rows of a thread lie at constant distances, so one address serves all of them.
     later = gl.arange(0, 64 // ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, C)))[:, None] * (ROWS // 8)
     there = (t + ahead)[None, :] + later
     row = gl.reshape((texts + (t + ahead))[None, :] + later.to(gl.int64), [64])
     row = gl.convert_layout(row, gl.SliceLayout(1, L), assert_trivial=True)
-    # Unsigned, so one comparison tells what lies before the text, too.
+    # As unsigned numbers: then one comparison also excludes tokens before the text.
     inside = gl.reshape(there.to(gl.uint32) < T.to(gl.uint32), [64])
     inside = gl.convert_layout(inside, gl.SliceLayout(1, L), assert_trivial=True)
     column = gl.arange(0, D, layout=gl.SliceLayout(0, L))[None, :]
@@ -183,7 +186,7 @@ def fetch(into, x, texts, t, ahead, T, ROW: gl.constexpr):
 
 @gluon.jit
 def form(y_tile, w, z_tile, Z: gl.constexpr, D: gl.constexpr):
-    """y W in bfloat16, from what `fetch` was sent for last. Then all is in shared memory, and y may be overwritten."""
+    """y W in bfloat16 for the last tile of `fetch`. After it z is in shared memory, and y may be overwritten."""
     async_copy.wait_group(0)
     gl.thread_barrier()
     fence_async_shared()
@@ -194,7 +197,7 @@ def form(y_tile, w, z_tile, Z: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def norm_places(norms, B, T, segments, chunks, SUBHEADS: gl.constexpr, P: gl.constexpr):
-    """Where the first token of every stream of this program lies in norms ``[B, T, SUBHEADS]``, for all lanes."""
+    """Addresses of the first token of every stream of this program in norms ``[B, T, SUBHEADS]``, for all lanes."""
     Q: gl.constexpr = gl.SliceLayout(2, P)
     b, start, _ = streams(gl.arange(0, 8, layout=gl.SliceLayout(1, Q)), B, T, segments, chunks)
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, Q))[None, :]
@@ -203,7 +206,7 @@ def norm_places(norms, B, T, segments, chunks, SUBHEADS: gl.constexpr, P: gl.con
 
 @gluon.jit
 def before(state, n: gl.constexpr, found, begins, SIZE: gl.constexpr, P: gl.constexpr):
-    """The input of token n - 3 of every stream: from ``[3, SIZE]`` where the text begins, else what was found."""
+    """The input of token n - 3 of every stream: from the state ``[3, SIZE]`` where the text begins, else `found`."""
     x = wide(gl.load(state + n * SIZE, mask=begins, other=0.0), P)
     return gl.where(wide(begins, P) > 0, x, found)
 
@@ -221,7 +224,7 @@ def scaled_taps(taps, channel, P: gl.constexpr):
 def operands(
     y, grafted, weight, L: gl.constexpr, HEADS: gl.constexpr, E: gl.constexpr, D: gl.constexpr, GRAFTED: gl.constexpr
 ):
-    """What the product multiplies: heads, and a weight ``[D, D]`` in shared memory; a grafted head and the identity."""
+    """The operands of the product: heads, and a weight ``[D, D]`` in shared memory; a grafted head has the identity."""
     MADE: gl.constexpr = E - GRAFTED
     head, e = gl.program_id(0) // E, gl.program_id(0) % E
     row = gl.arange(0, D, layout=gl.SliceLayout(1, L))[:, None]

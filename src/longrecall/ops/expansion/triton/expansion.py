@@ -1,8 +1,8 @@
 """Head-wise expansion, and its product, short convolution, SiLU and L2 norm in one launch.
 
-Two passes, a product and the convolution's, would write and read what the expansion makes, E times as large as all
-else. The backward is one launch and two products on Hopper (see hopper/expansion.py). Elsewhere it needs in memory what
-the convolution reads, for its own pass, and so does what it is the backward of (see expanded.py).
+A product and then a convolution would write and read the result of the expansion, which is E times as large as
+everything else. On Hopper the backward is one launch and two products (see hopper/expansion.py). Elsewhere the backward
+needs the inputs of the convolution in memory, so the forward before it (`forward`) computes them by a product.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ WIDTHS = (64, 128)
 """Widths of heads that the kernels are built for: a weight of 256 x 256 would fill the shared memory."""
 
 STREAMS = 8
-"""Parts of the text that a program walks along; 8 tokens of each are the 64 rows of Hopper's product."""
+"""Parts of the text that a program walks along: 8 tokens of each are the 64 rows of Hopper's product."""
 
 LONGEST = 16
-"""Tiles of a program at most; one more is formed for the inputs before the first."""
+"""The most tiles of a program. It also computes one tile before them, for the inputs before its first token."""
 
 PROGRAMS = 4
-"""Programs for each multiprocessor below which they are made shorter."""
+"""With fewer programs per multiprocessor each gets fewer tiles."""
 
 
 class Kept(NamedTuple):
-    """What `backward` needs of `forward`, and which kernels it is for."""
+    """What `forward` keeps for `backward`, and for which kernels."""
 
     on_hopper: bool
     """Whether the forward ran on the kernels in Gluon, which the backward then does too."""
     tensor: Tensor | None
-    """On Hopper norms, None without a norm; elsewhere the convolution's inputs."""
+    """On Hopper the norms, None if there is no norm; elsewhere the inputs of the convolution."""
 
 
 @torch.no_grad()
@@ -56,9 +56,9 @@ def expand_and_convolve(
 ) -> Tensor:
     """`convolve_heads` of `expand`, without a gradient.
 
-    In one launch, or one after the other where the kernel why_not. Either way the expansion is rounded to the dtype
-    of y before the convolution, and the result at the end. The product adds up in another order, so that now and then
-    the first rounding goes to the other neighbour.
+    It is one launch where a kernel serves the call (`why_not`), else one launch after the other. Either way the
+    expansion is rounded to the dtype of y before the convolution, and the result is rounded at the end. The kernels add
+    up the product in different orders, so the first rounding sometimes differs in the last digit.
 
     Args:
         y: ``[B, T, H, D]``, after the activation.
@@ -104,9 +104,9 @@ def forward(
     eps: float = 1e-6,
     on_hopper: bool | None = None,
 ) -> tuple[Tensor, Kept]:
-    """`expand_and_convolve`, whose arguments these are, all contiguous but the state; also what `backward` needs of it.
+    """`expand_and_convolve`, and what `backward` needs of it. The arguments are the same, contiguous but for the state.
 
-    `on_hopper` is what `serves_on_hopper` said, for who has asked already.
+    `on_hopper` is the answer of `serves_on_hopper`, if the caller has asked already.
     """
     if serves_on_hopper(y, weight, grafted) if on_hopper is None else on_hopper:
         out, norms = hopper.forward(y, weight, grafted, taps, _before(y, state), normalise, eps, keep=True)
@@ -130,11 +130,11 @@ def backward(
     eps: float = 1e-6,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Gradients of y, weight and grafted heads, given that of `forward`'s result and what it kept.
+    """Gradients of y, weight, grafted heads and taps, given the gradient of `forward`'s result and what it kept.
 
-    Also parts of the taps' in float32, ``[parts, 4, H * E * D]``, which add up to it; `parts` says how many. That of
-    the state is written to `d_before`, ``[B, 3, H * E * D]`` in the dtype of y; `into`, those of y, weight and taps to
-    tensors of theirs, contiguous.
+    The gradient of the taps comes in parts ``[parts, 4, H * E * D]`` in float32, which add up to it; `parts` says how
+    many. The gradient of the state is written to `d_before`, ``[B, 3, H * E * D]`` in the dtype of y. `into`:
+    contiguous tensors for the gradients of y, weight and taps; None makes them.
     """
     if into is None:
         shape = (parts(y, taps, kept.on_hopper), convolution.WIDTH, len(taps))
@@ -159,7 +159,7 @@ def serves_on_hopper(y: Tensor, weight: Tensor, grafted: Tensor | None) -> bool:
 
 
 def parts(y: Tensor, taps: Tensor, on_hopper: bool) -> int:
-    """Parts of the taps' gradient that `backward` writes, for what `serves_on_hopper` said."""
+    """Number of parts of the taps' gradient that `backward` writes; `on_hopper`: the answer of `serves_on_hopper`."""
     if on_hopper:
         return hopper.parts(y, len(taps) // y.shape[3])
     return convolution.parts(y)
@@ -201,8 +201,8 @@ def expand(y: Tensor, weight: Tensor, grafted: Tensor | None) -> Tensor:
 class _Expand(torch.autograd.Function):
     """y ``[B, T, H, D]``, weight ``[H, D, F]``, head as y or None -> ``[B, T, H, E * D]``.
 
-    einsum would leave heads outermost in memory, and whoever reads a token's heads together would copy them; the head
-    would be put in front by one more copy of all.
+    einsum would put heads outermost in memory, and a kernel that reads all heads of a token would need a copy. Joining
+    the grafted head to the others would be one more copy.
     """
 
     @staticmethod
@@ -227,7 +227,7 @@ class _Expand(torch.autograd.Function):
 
 
 def _expanded_backward(d_made: Tensor, weight: Tensor, y: Tensor, d_y: Tensor, d_weight: Tensor) -> None:
-    """Write the gradients of y and the weight, contiguous both, from that of y @ weight, ``[B, T, H, F]``."""
+    """Write the gradients of y and of the weight, both contiguous, from that of y @ weight ``[B, T, H, F]``."""
     torch.bmm(_by_head(d_made), weight.transpose(1, 2), out=_by_head(d_y))
     torch.bmm(_by_head(y).transpose(1, 2), _by_head(d_made), out=d_weight)
 

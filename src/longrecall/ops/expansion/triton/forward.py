@@ -1,9 +1,9 @@
-"""The kernel of `expansion`: the product, short convolution, SiLU and L2 norm in one launch.
+"""The kernel of expansion.py: the product, short convolution, SiLU and L2 norm in one launch.
 
-A tile of the product y W has tokens as rows, and the convolution needs the three rows above each. No value moves
-between lanes for that. The rows of a tile are 8 consecutive tokens of several streams, parts of the text that a program
-walks along side by side. Cut by the token's place among the 8, the tile becomes 8 pieces ``[streams, D]`` that every
-thread holds alike, as if each were one token read from memory: the token before is another variable.
+A tile of the product y W has tokens as rows, and the convolution of a row needs the three rows before it. No value has
+to move between lanes for that. A program walks along several parts of the text, its streams, side by side. The rows of
+a tile are 8 consecutive tokens of every stream. The tile is split into 8 pieces ``[streams, D]``, one for each of the 8
+tokens. All pieces have the same layout, so the token before is another variable of the same thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _gate(c):
-    """1 / (1 + 2^c), the sigmoid of -c ln 2, in three instructions of Hopper's (see `convolution._sigmoid`)."""
+    """1 / (1 + 2^c), the sigmoid of -c ln 2, in three instructions of Hopper (see `_sigmoid` in convolution/triton)."""
     if INTERPRETED:
         gate = 1.0 / (1.0 + tl.exp2(c))
     else:
@@ -37,7 +37,7 @@ def _gate(c):
 
 @triton.jit
 def _scaled_taps(taps, channel):
-    """The four columns of ``[SIZE, 4]`` times -log2 e: the convolution is then what `_gate` takes."""
+    """The four columns of ``[SIZE, 4]`` times -log2 e, so that the convolution gives the argument of `_gate`."""
     place = taps + channel * 4
     tap0, tap1 = tl.load(place).to(tl.float32), tl.load(place + 1).to(tl.float32)
     tap2, tap3 = tl.load(place + 2).to(tl.float32), tl.load(place + 3).to(tl.float32)
@@ -49,7 +49,7 @@ def _operands(
     y, weight, grafted, rows, head, e, channel,
     HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, GRAFTED: tl.constexpr,
 ):  # fmt: skip
-    """Where the rows of the product lie, and its weight ``[D, D]``: of a grafted head y itself and the identity."""
+    """Where the rows of the product lie, and its weight ``[D, D]``; for a grafted head they are y and the identity."""
     MADE: tl.constexpr = E - GRAFTED
     row = tl.arange(0, D)[:, None]
     source, part = y, e
@@ -69,16 +69,16 @@ def _expanded(
     GROUPS: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The inputs of 8 tokens of every stream, 8 tensors ``[GROUPS, D]``; zeros outside of the text.
+    """The convolution's inputs of 8 tokens of every stream, as 8 tensors ``[GROUPS, D]``; zeros outside of the text.
 
-    `i` ``[GROUPS * 8]`` are the tokens, stream after stream, counted from `first`.
+    `i` ``[GROUPS * 8]`` are the numbers of the tokens, stream after stream, counted from `first`.
     """
     inside = (first + i >= 0) & (first + i < T)
     y = tl.load(source + i[:, None] * ROW + tl.arange(0, D)[None, :], mask=inside[:, None], other=0.0)
     y, w = y.to(DOT), w.to(DOT)
     if UPCAST:
         y, w = y.to(tl.float32), w.to(tl.float32)
-    # Rounded as if it had been written.
+    # Rounded, as it would be if it were stored.
     x = tl.dot(y, w, input_precision=PRECISION).to(source.dtype.element_ty)
     low, high = tl.split(tl.permute(tl.reshape(x, [GROUPS, 2, 2, 2, D]), [0, 4, 3, 2, 1]))
     low_low, low_high = tl.split(low)
@@ -92,7 +92,7 @@ def _expanded(
 
 @triton.jit
 def _before(found, state, n: tl.constexpr, start, channel, SIZE: tl.constexpr):
-    """The input of token n - 3 of every stream: from ``[3, SIZE]`` where the text begins, else what was `found`."""
+    """The input of token n - 3 of every stream: from the state ``[3, SIZE]`` where the text begins, else `found`."""
     begins = (start == 0)[:, None]
     return tl.where(begins, tl.load(state + n * SIZE + channel + 0 * start[:, None], mask=begins, other=0.0), found)
 
@@ -113,12 +113,12 @@ def _begin(
     HEADS: tl.constexpr, E: tl.constexpr, D: tl.constexpr, GRAFTED: tl.constexpr, GROUPS: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a program reads and where its streams begin; programs of a head's subheads, which read the same rows, lie
-    beside each other.
+    """What a program reads, and where its streams begin.
 
-    Returns the operands of the product, the taps, the first token of the program, those of its streams ``[GROUPS]`` and
-    of a tile's rows ``[GROUPS * 8]``, counted from it, and the three inputs before the streams, which at the beginning
-    of the text come from the state.
+    The subheads of a head read the same rows, so their programs are neighbours. Returns the operands of the product,
+    the taps and the first token of the program; counted from that token, the first tokens of its streams ``[GROUPS]``
+    and the tokens of a tile's rows ``[GROUPS * 8]``; and the three inputs before each stream, which come from the state
+    at the beginning of the text.
     """
     SIZE: tl.constexpr = HEADS * E * D
     sub, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -145,7 +145,7 @@ def _forward_token(there, n: tl.constexpr, i, left, x0, x1, x2, x3, taps, eps,
     c, gate = _convolve(x0, x1, x2, x3, taps)
     z = c * gate
     if NORMALISE:
-        # What the scale of z divides out again it takes from eps.
+        # The norm divides the scale of z out again, so eps is scaled alike.
         z *= -tl.rsqrt(tl.sum(z * z, 1) + eps * (LOG2E * LOG2E))[:, None]
     else:
         z *= -LN2
@@ -158,7 +158,7 @@ def forward_kernel(
     HEADS: tl.constexpr, E: tl.constexpr, D: tl.constexpr, GRAFTED: tl.constexpr, NORMALISE: tl.constexpr,
     GROUPS: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Programs: subheads, parts of the text, rows of the batch."""
+    """Grid: subheads, parts of the text, rows of the batch."""
     SIZE: tl.constexpr = HEADS * E * D
     source, w, k, first, start, row, u = _begin(
         y, weight, grafted, taps, state, T, chunks, HEADS, E, D, GRAFTED, GROUPS, DOT, UPCAST, PRECISION

@@ -1,12 +1,13 @@
 r"""The selective scan of Mamba-1 in Triton: a program walks over time with the states of a few channels in registers.
 
 The mathematics is that of ops/scan/blocked.py (Gu and Dao 2023, section 3.2). The decay differs for every channel and
-key, so that no matrix product takes a block of steps. What runs side by side is batch rows and blocks of channels: one
-warp each, because a step is short and warps need not wait for one another. Few rows over a long time fill no GPU.
+key, so no matrix product can compute a block of steps. Only rows of the batch and blocks of channels run in parallel, a
+warp for each: a step is short, and one warp waits for no other. A few rows with many tokens do not fill a GPU.
 
 A forward that has a backward keeps the state before every `CHUNK` tokens. The backward takes the last chunk first. It
-walks forward through the chunk and lays the state before each token aside, then walks back. All channels share B and C,
-whose gradients are written block by block and added up afterwards: no atomics, and two runs agree to the bit.
+walks forward through the chunk and stores the state before each token in a workspace, then walks back. All channels
+share B and C; their gradients are written for each block of channels and added up afterwards. No atomics: two runs
+agree to the bit.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from torch.autograd.function import once_differentiable
 from longrecall.ops.kernels.launch import kernel, on_device, why_not_tensors
 
 CHUNK = 32
-"""Tokens between kept states: these are N / 32 as large as x, and those laid aside by the backward stay few."""
+"""Tokens between kept states: these are N / 32 as large as x, and the workspace of the backward stays small."""
 
 MOST_KEYS = 64
-# Numbers of a state tile: 16 for each thread of a warp, of which the backward has six such tiles in its registers.
+# Numbers of a state tile, and the widest state. A thread has 16 numbers of a tile; the backward has six tiles.
 TILE, WIDEST = 512, 32
-# Bytes of the states that a launch of the backward lays aside: several thousand programs, little of a GPU's memory.
+# Bytes of the workspace of a launch of the backward: enough for several thousand programs, little of a GPU's memory.
 WORKSPACE = 2**28
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -50,7 +51,7 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor]:
     """The contract of `reference.selective_scan` and the skip connection, on a GPU; T at least 1.
 
-    Inputs may be bfloat16, float16 or float32, each in its own; the state ``[B, N, I]`` and all arithmetic are float32.
+    Each input may be bfloat16, float16 or float32. The state ``[B, N, I]`` and all arithmetic are float32.
     Returns outputs in the dtype of x and the final state in float32.
     """
     inputs = (x, step, a, b, c, skip, state)
@@ -97,7 +98,7 @@ def _forward_kernel(
             tl.store(starts + (row * chunks + chunk) * (KEYS * I) + place, h, mask=inside)
         for t in range(chunk * C, tl.minimum(chunk * C + C, T)):
             token = row * T + t
-            # Asked for before the present token is worked on, so that memory is not waited for.
+            # The next token is loaded before this one is computed, so that nothing waits for memory.
             ahead = _token(x, step, b, c, token + 1, I, i, n, real_i, real_n, b_row, c_row, T - t - 1)
             h = tl.exp2(step_t[None, :] * rate) * h + b_t[:, None] * (step_t * x_t)[None, :]
             y_t = tl.sum(c_t[:, None] * h, 0) + passed * x_t
@@ -127,7 +128,7 @@ def _backward_kernel(
     b_row, c_row, first, B, T, I, chunks,
     KEYS: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, C: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
-    """Rows from `first` on. d_bc [blocks, 2, B, T, N]: this block's share; d_a [B, N + 1, I]: this row's, D's last."""
+    """Rows from `first` on. d_bc [blocks, 2, B, T, N] has a part per block, d_a [B, N + 1, I] one per row, D's last."""
     blocks = tl.cdiv(I, BI)
     block, row = tl.program_id(0) % blocks, (tl.program_id(0) // blocks + first).to(tl.int64)
     n, i = tl.arange(0, BN), block * BI + tl.arange(0, BI)
@@ -148,7 +149,7 @@ def _backward_kernel(
         h = tl.load(starts + (row * chunks + chunks - 1 - back) * (KEYS * I) + place, mask=inside, other=0.0)
         token = row * T + begin
         h = _lay_aside(x, step, b, c, h, rate, aside, token, count, I, i, n, real_i, real_n, b_row, c_row, BN, BI)
-        # A thread may read what another one laid aside, and later write where another one has yet to read.
+        # A thread reads states that other threads have stored, and later writes where others read: all must be done.
         tl.debug_barrier()
         token += count - 1
         x_t, step_t, b_t, c_t = _token(x, step, b, c, token, I, i, n, real_i, real_n, b_row, c_row, count)
@@ -214,7 +215,7 @@ class _Operands:
         return self.x.new_empty((*leading, self.a.shape[1], self.x.shape[2]), dtype=torch.float32)
 
     def pointers(self) -> tuple[Tensor, ...]:
-        """The first arguments of both kernels; without a skip connection x takes its place and is not read."""
+        """The first arguments of both kernels. Without a skip connection x is passed in its place, and is not read."""
         return self.x, self.step, self.a, self.b, self.c, self.x if self.skip is None else self.skip
 
     def spacings(self) -> tuple[int, int]:
@@ -229,7 +230,7 @@ class _Operands:
 
 
 def _evenly_spaced(tensor: Tensor) -> bool:
-    """Whether ``[B, T, N]`` has its tokens, also across rows, the same distance apart, and keys side by side."""
+    """Whether ``[B, T, N]`` has keys side by side and tokens at equal distances, also from one row to the next."""
     rows, length, _ = tensor.shape
     return tensor.stride(2) == 1 and (rows == 1 or tensor.stride(0) == length * tensor.stride(1))
 
