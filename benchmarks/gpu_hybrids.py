@@ -138,7 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument(
-        "--configs", nargs="*", default=["qwen3_5_0.8b", "nemotron_h_8b_base_8k"], help="names in PUBLISHED"
+        "--configs", nargs="*", default=["qwen3_5_0_8b", "nemotron_h_8b_base_8k"], help="names in PUBLISHED"
     )
     parser.add_argument("--only", choices=["ours", "theirs", "both"], default="both")
     args = parser.parse_args()
