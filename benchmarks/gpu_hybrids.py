@@ -131,6 +131,9 @@ def compared(rows: Rows, name: str, stock: Any, ids: torch.Tensor) -> RecurrentL
         }
 
     rows.measure(f"{name}: logits of both, 512 tokens, bf16", logits)
+    stock.float(), model.float()
+    rows.measure(f"{name}: logits of both, 512 tokens, float32", logits)
+    stock.bfloat16(), model.bfloat16()
     return model
 
 

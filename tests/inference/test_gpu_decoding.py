@@ -107,7 +107,8 @@ def test_a_captured_segment_equals_one_pass(mixer: dict[str, Any]) -> None:
         # A short prompt is read eagerly at first, then in segments that are captured for it, then in those.
         for _ in range(3):
             assert torch.equal(model.generate(ids[:, :length], **settings), expected_ids)  # type: ignore
-    assert set(captured_segments(model, 2).graphs) == {(4096, False), (2048, True), (512, True)}
+    graphs = captured_segments(model, 2).graphs
+    assert {kind[:2] for kind in graphs} == {(4096, False), (2048, True), (512, True)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -227,7 +228,7 @@ def test_rooms_that_memory_has_no_place_for() -> None:
     settings: dict[str, Any] = {"max_new_tokens": LONGEST - 11, "eos_token_id": list(range(40)), "pad_token_id": 0}
     settings["attention_mask"] = torch.ones_like(prompt)
     expected = model.generate(prompt, **settings)  # type: ignore
-    assert list(model.captured_steps) == [("step", 4, None, LONGEST)]
+    assert [key for key in model.captured_steps if key[0] == "step"] == [("step", 4, None, LONGEST)]
     taken = torch.cuda.memory_allocated()
     try:
         # A row's room takes 17 MiB, in pieces of 20 at least: four or five rows have it, both together have not.
