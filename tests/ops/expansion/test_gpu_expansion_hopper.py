@@ -9,7 +9,6 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from longrecall.ops.expansion.hopper import expansion as hopper
 from longrecall.ops.expansion.triton import expansion
 from longrecall.ops.kernels import hopper as machine
 from tests.ops.expansion.test_triton_expansion import EPS, Case
