@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import OlmoHybridForCausalLM
 
+from longrecall.cli.main import main
 from longrecall.errors import UserError
 from longrecall.export.exporting import export_checkpoint
 from longrecall.models.checkpoint import open_checkpoint
@@ -21,7 +22,7 @@ from longrecall.models.formats.layout import Layout
 from longrecall.models.formats.stock import stock_layout
 from tests.models.families import olmo_hybrid, qwen3_5, qwen3_5_moe, qwen3_next
 from tests.models.families.case import Case, filled
-from tests.models.round_trip import assert_round_trip
+from tests.models.round_trip import as_native, assert_round_trip
 
 Tensors = dict[str, Tensor]
 
@@ -124,6 +125,21 @@ def test_what_predicts_several_tokens_travels_along(case: Case, tmp_path: Path) 
     assert origin is not None and {"mtp.fc.weight", "mtp.layers.0.scale"} <= set(origin.travelling)
     _, report = type(stock).from_pretrained(tmp_path / "native" / "stock", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
+
+
+def test_info_says_what_travels_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stock = filled(named(qwen3_5.CASES, "untied"))
+    stock.save_pretrained(tmp_path / "theirs")
+    as_native(tmp_path / "theirs", tmp_path / "native")
+    inside = sum(p.numel() for p in stock.model.language_model.parameters()) + stock.lm_head.weight.numel()
+    beside = list(stock.model.visual.parameters())
+    for name in ("theirs", "native"):
+        assert main(["info", str(tmp_path / name), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["parameters"] == inside
+        assert found["travelling"] == {"tensors": len(beside), "parameters": sum(p.numel() for p in beside)}
+        assert main(["info", str(tmp_path / name)]) == 0
+        assert f"in {len(beside)} tensors of parts that longrecall does not run" in capsys.readouterr().out
 
 
 def read(raw: dict[str, Any]) -> Layout:
