@@ -93,7 +93,9 @@ def test_greedy_generation_is_the_stock_class_s(case: Case, tmp_path: Path) -> N
     stock, tokens = filled(case), ids()
     stock.save_pretrained(tmp_path)
     asked: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    assert torch.equal(longrecall.load(tmp_path).generate(tokens, **asked), stock.generate(tokens, **asked))
+    # Without its cache: some stock classes lose a part of their state between steps.
+    expected = stock.generate(tokens, use_cache=False, **asked)
+    assert torch.equal(longrecall.load(tmp_path).generate(tokens, **asked), expected)
 
 
 def written_and_loaded(

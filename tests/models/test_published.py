@@ -29,6 +29,11 @@ PUBLISHED: dict[str, tuple[float, dict[str, str]]] = {
     "granite_4_h_small": (32.2, {"method": "grow_state"}),
     "nemotron_3_nano_30b_a3b": (31.6, {"method": "grow_state"}),
     "nemotron_h_8b_base_8k": (8.10, {"method": "grow_state"}),
+    "olmo_hybrid_7b": (7.43, {"method": "subheads"}),
+    # Of Qwen3.5, whose publishers count vision and prediction of several tokens too, what the text model alone has.
+    "qwen3_5_0_8b": (0.7524, {"method": "subheads"}),
+    "qwen3_5_27b": (26.9, {"method": "subheads"}),
+    "qwen3_next_80b_a3b": (79.7, {"method": "subheads"}),
 }
 
 

@@ -14,6 +14,7 @@ from longrecall.errors import UserError
 from longrecall.units import format_bytes, parse_length
 
 if TYPE_CHECKING:
+    from longrecall.models.formats.origin import Origin
     from longrecall.models.sizes import ModelSizes
 
 HELP = "show a checkpoint's layers, parameters, state size and surgery history"
@@ -59,13 +60,26 @@ def run(args: argparse.Namespace) -> int:
     from longrecall.models.outline import open_outline
 
     found = open_outline(args.checkpoint)
-    facts = describe(found.plain, found.surgery, args.checkpoint, context)
+    facts = describe(found.plain, found.surgery, args.checkpoint, context, found.origin)
     print(json.dumps(facts, indent=2) if args.json else as_text(facts))
     return 0
 
 
-def describe(config: ModelSizes, surgery: Sequence[dict[str, Any]], path: str, context: int | None) -> dict[str, Any]:
-    """Return everything that `info` shows as plain data; `context` None = the training context, or 4096."""
+def describe(
+    config: ModelSizes,
+    surgery: Sequence[dict[str, Any]],
+    path: str,
+    context: int | None,
+    origin: Origin | None = None,
+) -> dict[str, Any]:
+    """Return everything that `info` shows as plain data.
+
+    Args:
+        config, surgery: of the model.
+        path: what the user called it.
+        context: tokens at which caches are counted; None = the training context, or 4096.
+        origin: the foreign checkpoint that it comes from, where its files are there.
+    """
     from longrecall.models import accounting
 
     total = accounting.account(config)
@@ -107,6 +121,10 @@ def describe(config: ModelSizes, surgery: Sequence[dict[str, Any]], path: str, c
         },
         "retrieval": {"context": tokens, "bytes": accounting.retrieval_bytes(config, tokens)},
         "surgery": list(surgery),
+        "travelling": {
+            "tensors": 0 if origin is None else len(origin.travelling),
+            "parameters": 0 if origin is None else origin.travelling_numbers,
+        },
     }
 
 
@@ -165,6 +183,7 @@ def as_text(facts: dict[str, Any]) -> str:
         *aligned(rows, left=3),
         "",
         *_active_lines(facts),
+        *_travelling_lines(facts["travelling"]),
         f"training context   {f'{context:,} tokens' if context else 'not recorded'}",
         f"recurrent state    {format_bytes(facts['state_bytes'])} per sequence in float32, at any length:"
         f" {facts['state_size']:,} numbers",
@@ -183,6 +202,15 @@ def as_text(facts: dict[str, Any]) -> str:
 def _active_lines(facts: dict[str, Any]) -> list[str]:
     active, every = facts["active_parameters"], facts["parameters"]
     return [] if active == every else [f"active parameters  {active:,} of them for one token ({active / every:.1%})"]
+
+
+def _travelling_lines(kept: dict[str, Any]) -> list[str]:
+    if not kept["tensors"]:
+        return []
+    return [
+        f"not counted        {kept['parameters']:,} parameters in {kept['tensors']:,} tensors of parts that longrecall"
+        " does not run (vision and the like); they are kept as they are"
+    ]
 
 
 def _retrieval_lines(kept: dict[str, Any]) -> list[str]:

@@ -29,6 +29,8 @@ class Outline:
 
     plain: PlainConfig
     surgery: list[dict[str, Any]]
+    origin: None = None
+    """Of a `Checkpoint`: what its files hold beside the model."""
 
     @property
     def config(self) -> RecurrentConfig:

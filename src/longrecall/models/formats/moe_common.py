@@ -8,7 +8,7 @@ from typing import Any
 
 from longrecall.models.formats.expressions import Source
 from longrecall.models.formats.fields import Fields
-from longrecall.models.formats.sources import either, join, same, split, stack
+from longrecall.models.formats.sources import either, join, numbered, same, split
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -26,12 +26,11 @@ def expert_sources(
         together_in: what stands before ``experts.`` where all are in one tensor; None = `theirs`.
     """
     fused = theirs if together_in is None else together_in
-    own = [f"{theirs}experts.{index}." for index in range(experts)]
-    gate, up, down = ([same(f"{expert}{name}.weight") for expert in own] for name in names)
-    together = stack(join(pair, (inner, inner)) for pair in zip(gate, up, strict=True))
+    gate, up, down = (same(f"{theirs}experts.{{}}.{name}.weight") for name in names)
+    together = numbered(join((gate, up), (inner, inner)), experts)
     return {
         f"{ours}experts.gate_up_proj": either(together, same(f"{fused}experts.gate_up_proj")),
-        f"{ours}experts.down_proj": either(stack(down), same(f"{fused}experts.down_proj")),
+        f"{ours}experts.down_proj": either(numbered(down, experts), same(f"{fused}experts.down_proj")),
     }
 
 

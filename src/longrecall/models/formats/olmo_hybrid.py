@@ -12,13 +12,13 @@ from longrecall.errors import UserError
 from longrecall.models.formats.expressions import Source
 from longrecall.models.formats.fields import Fields
 from longrecall.models.formats.layout import Layout
+from longrecall.models.formats.moe_common import mlp_sources
 from longrecall.models.formats.qwen_common import (
     FULL,
     LINEAR,
     channels,
     first_attention,
     layer_types,
-    mlp_sources,
     read_layer_types,
 )
 from longrecall.models.formats.rope import read_rope, written_rope
@@ -66,7 +66,7 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
         **({} if tied else {"lm_head.weight": same("lm_head.weight")}),
     }
     own = {LINEAR: _delta_sources(linear), FULL: _attention_sources(attention)}
-    mlps = {f"mlp.{name}": source.under("mlp.") for name, source in mlp_sources().items()}
+    mlps = mlp_sources("mlp.", "mlp.")
     for index, kind in enumerate(kinds):
         for name, source in {**own[kind], **mlps}.items():
             sources[f"model.layers.{index}.{name}"] = source.under(f"model.layers.{index}.")

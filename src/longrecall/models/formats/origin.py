@@ -7,6 +7,7 @@ tensors that only travelled along (`Layout.travelling`), in shards of their own.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,12 @@ class Origin:
     def files(self) -> list[Path]:
         """The weight files with tensors that travel along."""
         return [] if self._weights is None else list(self._weights.files)
+
+    @property
+    def travelling_numbers(self) -> int:
+        """How many numbers the tensors that travel along have."""
+        weights = self._weights
+        return 0 if weights is None else sum(math.prod(weights.shape(name)) for name in self.travelling)
 
     def read(self, name: str) -> Tensor:
         """Return one of the tensors that travel along, bit for bit, as a copy of the file."""

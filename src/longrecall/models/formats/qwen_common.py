@@ -14,15 +14,15 @@ from longrecall.errors import UserError
 from longrecall.models.formats.expressions import Source
 from longrecall.models.formats.fields import Fields
 from longrecall.models.formats.layout import Layout
+from longrecall.models.formats.moe_common import balance_of, coefficient, expert_sources, mlp_sources
 from longrecall.models.formats.rope import read_rope, written_rope
-from longrecall.models.formats.sources import either, join, numbered, same, split, squeeze_conv
+from longrecall.models.formats.sources import either, same, split, squeeze_conv
 from longrecall.models.formats.stock import first_module, modules
 from longrecall.models.sizes import PlainConfig
 
 LINEAR, FULL = "linear_attention", "full_attention"
 ROTARY_SHARE = 0.25
 _ONE_PLUS = {"offset": 1.0}
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _WIDTHS = {
     "linear_num_key_heads": ("num_heads", 16),
     "linear_num_value_heads": ("value_heads", 32),
@@ -216,7 +216,7 @@ def _layer_sources(
         sources |= {f"mixer.{name}": same(f"self_attn.{name}") for name in names}
     else:
         sources |= {f"mixer.{name}": source.under("linear_attn.") for name, source in delta(mixer).items()}
-    found = mlp_sources() if mlp["type"] == "mlp" else expert_sources(mlp)
+    found = mlp_sources("", "") if mlp["type"] == "mlp" else _moe_sources(mlp)
     return sources | {f"mlp.{name}": source.under("mlp.") for name, source in found.items()}
 
 
@@ -235,42 +235,24 @@ def channels(mixer: Mapping[str, Any]) -> tuple[int, int, int]:
     return keys, keys, mixer["value_heads"] * mixer["value_dim"]
 
 
-def mlp_sources() -> dict[str, Source]:
-    """Return the sources of an MLP, names relative to it."""
-    return {f"{name}.weight": same(f"{name}.weight") for name in _PROJECTIONS}
-
-
-def expert_sources(mlp: Mapping[str, Any]) -> dict[str, Source]:
-    """Return the sources of a mixture of experts, names relative to it: a tensor an expert, or all in one."""
-    count, width = mlp["num_experts"], mlp["inner_size"]
-    both = [same("experts.{}.gate_proj.weight"), same("experts.{}.up_proj.weight")]
-    sources = {
-        "router.weight": same("gate.weight"),
-        "experts.gate_up_proj": either(numbered(join(both, (width, width)), count), same("experts.gate_up_proj")),
-        "experts.down_proj": either(numbered(same("experts.{}.down_proj.weight"), count), same("experts.down_proj")),
-        "shared_gate.weight": same("shared_expert_gate.weight"),
-    }
-    return sources | {f"shared.{name}.weight": same(f"shared_expert.{name}.weight") for name in _PROJECTIONS}
+def _moe_sources(mlp: Mapping[str, Any]) -> dict[str, Source]:
+    """Return the sources of a mixture of experts, names relative to it."""
+    sources = {"router.weight": same("gate.weight"), "shared_gate.weight": same("shared_expert_gate.weight")}
+    sources |= mlp_sources("shared.", "shared_expert.")
+    return sources | expert_sources("", "", mlp["num_experts"], mlp["inner_size"])
 
 
 def read_experts(fields: Fields, defaults: Mapping[str, int], layers: int, *, normalise: bool) -> dict[str, Any]:
-    """Read a mixture of experts as a description; `layers`: how many layers have one.
-
-    transformers forms one balance loss over the tokens of all layers, so that a layer's has an equal share of its
-    weight.
-    """
-    # Whether that loss is formed at all; longrecall forms it while training.
+    """Read a mixture of experts as a description; `layers`: how many layers have one."""
+    # Whether the balance loss is formed at all; longrecall forms it while training.
     fields.ignore("output_router_logits")
-    coefficient = fields.get("router_aux_loss_coef", 0.001)
-    if isinstance(coefficient, bool) or not isinstance(coefficient, int | float) or not 0 <= coefficient < 1e6:
-        raise fields.fail("router_aux_loss_coef", "it must be a number of at least 0")
     return {
         "type": "moe",
         "num_experts": fields.integer("num_experts", defaults["num_experts"]),
         "top_k": fields.integer("num_experts_per_tok", defaults["num_experts_per_tok"]),
         "inner_size": fields.integer("moe_intermediate_size", 512),
         "normalise": normalise,
-        "balance": coefficient / max(layers, 1),
+        "balance": balance_of(fields, layers),
         "shared_size": fields.integer("shared_expert_intermediate_size", 512),
         "shared_gate": True,
     }
@@ -284,10 +266,6 @@ def expert_fields(plain: PlainConfig, kept: Mapping[str, Any]) -> dict[str, Any]
     """
     mlp = first_module(plain, "moe")
     layers = sum(any(module["type"] == "moe" for module in modules(layer)) for layer in plain.layers)
-    coefficient = kept.get("router_aux_loss_coef", 0.001)
-    if not isinstance(coefficient, int | float) or coefficient / layers != mlp["balance"]:
-        # Without the last digits, which a division and a product have changed.
-        coefficient = float(f"{mlp['balance'] * layers:.12g}")
     if not mlp.get("shared_size"):
         raise UserError("a layer has no shared expert, and the other model always has one")
     return {
@@ -295,5 +273,5 @@ def expert_fields(plain: PlainConfig, kept: Mapping[str, Any]) -> dict[str, Any]
         "num_experts_per_tok": mlp["top_k"],
         "moe_intermediate_size": mlp["inner_size"],
         "shared_expert_intermediate_size": mlp["shared_size"],
-        "router_aux_loss_coef": coefficient,
+        "router_aux_loss_coef": coefficient(kept, mlp["balance"], layers),
     }

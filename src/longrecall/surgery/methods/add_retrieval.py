@@ -17,6 +17,7 @@ so it moves at the first step, and everything behind the attention from the seco
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -138,12 +139,26 @@ def transform(
     for name, tensor in tensors.items():
         inner = name.startswith("mixer.")
         result[f"mixer.base.{name.removeprefix('mixer.')}" if inner else name] = tensor
-    hidden = tensors["mixer_norm.weight"].numel()
+    hidden = _width(mixer, tensors)
     # Norms and time constants may be kept in float32 beside half-precision matrices, which hold most of the numbers.
     dtype = max(tensors.values(), key=lambda tensor: tensor.numel()).dtype
     alpha = 1.0 if init == "preserve" else float(options["alpha"])
     fresh = _fresh(hidden, alpha, options, generator)
     return result | {f"mixer.{name}": tensor.to(dtype) for name, tensor in fresh.items()}
+
+
+def _width(mixer: MixerDescription, tensors: Tensors) -> int:
+    """Return the width of the residual stream: the one for which the mixer has tensors of these shapes.
+
+    A norm in front of the mixer would say it, but in some models it stands behind.
+    """
+    there = {name.removeprefix("mixer."): tuple(t.shape) for name, t in tensors.items() if name.startswith("mixer.")}
+    described = mixer_config(dict(mixer))
+    for width in sorted({size for shape in there.values() for size in shape}):
+        with contextlib.suppress(UserError):
+            if described.tensor_shapes(width) == there:
+                return width
+    raise ValueError(f"the tensors are not those of the mixer {described}")
 
 
 def _fresh(hidden: int, alpha: float, options: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
