@@ -46,7 +46,8 @@ NESTING = 48
 MOST: Mapping[str, int] = {
     name: most
     for most, names in {
-        LAYERS: "num_hidden_layers n_layer layers repeat full_attention_interval decoder_sparse_step",
+        LAYERS: "num_hidden_layers n_layer layers repeat full_attention_interval decoder_sparse_step "
+        "attn_layer_period attn_layer_offset expert_layer_period expert_layer_offset first_k_dense_replace weights_of",
         VOCABULARY: "vocab_size pad_vocab_size_multiple",
         WIDTH: "hidden_size d_model intermediate_size mlp_size inner_size inner_dim head_dim headdim "
         "key_dim value_dim state_dim state_size d_state dt_rank time_step_rank mix_rank "
@@ -56,16 +57,20 @@ MOST: Mapping[str, int] = {
         "shared_intermediate_size kv_rank q_rank nope_dim rope_dim input_size linear_key_head_dim "
         "linear_value_head_dim ssm_state_size mamba_head_dim mamba_d_head mamba_d_ssm "
         "mamba_d_state mamba_expand lru_width attention_hidden_size decay_low_rank_dim "
-        "a_low_rank_dim v_low_rank_dim gate_low_rank_dim proj_low_rank_dim expand_ratio",
+        "a_low_rank_dim v_low_rank_dim gate_low_rank_dim proj_low_rank_dim expand_ratio "
+        "mamba_dt_rank linear_head_dim kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
+        "adapter_rank",
         HEADS: "num_heads value_heads num_v_heads kv_heads num_kv_heads groups n_groups ngroups top_k "
         "active num_experts num_local_experts n_routed_experts n_shared_experts "
         "num_experts_per_tok num_experts_per_token active_groups n_group topk_group "
         "num_attention_heads num_key_value_heads linear_num_key_heads linear_num_value_heads "
-        "mamba_num_heads mamba_n_heads mamba_n_groups topk",
-        PARTS: "memories filter_depth steps bound_rows bound_row num_memories num_householder",
+        "mamba_num_heads mamba_n_heads mamba_n_groups topk "
+        "linear_num_heads num_shared_experts num_expert_group n_mamba_heads mamba_ngroups",
+        PARTS: "memories filter_depth steps bound_rows bound_row num_memories num_householder num_mem_blocks",
         TAPS: "conv_width conv_kernel conv_size d_conv kernel shift_dim meta_tokens "
-        "linear_conv_kernel_dim mamba_d_conv conv1d_width",
-        LENGTH: "context_length max_position_embeddings window window_size chunk max_length attention_window_size",
+        "linear_conv_kernel_dim mamba_d_conv conv1d_width short_conv_kernel_size",
+        LENGTH: "context_length max_position_embeddings window window_size chunk max_length attention_window_size "
+        "model_max_length",
     }.items()
     for name in names.split()
 }

@@ -128,8 +128,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         the `context` that they make with the state.
         """
         context = self._token_context(state, mask, ids) if context is None else context
-        dtype = x.dtype
-        x = self.stream_of(x)
+        x, dtype = self.stream_of(x), x.dtype
         carried = {EMBEDDED: x.to(dtype)} if self.passes_on else None
         batch, length = x.shape[:2]
         position = x.new_zeros(batch, dtype=torch.long) if state is None else state.position

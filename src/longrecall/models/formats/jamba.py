@@ -30,6 +30,7 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
     fields.require("sliding_window", None, [None], "attention sees every token")
     eps = fields.number("rms_norm_eps", 1e-6)
     layers = fields.integer("num_hidden_layers", 32)
+    mlps = _mlps(fields, layers)
     mamba = {
         "type": "mamba",
         "inner_dim": int(fields.number("mamba_expand", 2.0) * hidden),
@@ -49,23 +50,7 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
         "head_dim": fields.optional_integer("head_dim", hidden // heads),
         "rotary_share": 0.0,
     }
-    inner = fields.integer("intermediate_size", 14336)
-    experts = fields.integer("num_local_experts" if "num_local_experts" in raw else "num_experts", 16)
-    chosen = fields.integer("num_experts_per_tok", 2)
     with_attention = _places(fields, "attn_layer", 8, 4, layers)
-    with_experts = _places(fields, "expert_layer", 2, 1, layers) if experts > 1 else set()
-    balance = balance_of(fields, len(with_experts))
-    dense = {"type": "mlp", "inner_size": inner}
-    moe = {
-        "type": "moe",
-        "num_experts": experts,
-        "top_k": chosen,
-        "inner_size": inner,
-        "normalise": False,
-        "balance": balance,
-    }
-    if experts == 1:
-        fields.ignore("expert_layer_period", "expert_layer_offset")
     # Training and speed, and what is returned beside the logits.
     fields.ignore("attention_dropout", "output_router_logits", "num_logits_to_keep", "calc_logits_for_entire_prompt")
     fields.ignore("use_mamba_kernels", "use_mambapy", "use_associative_scan")
@@ -79,24 +64,41 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
         **fields.token_ids(),
     }
     fields.finish()
-    blocks: list[list[dict[str, Any]]] = [
-        [
-            {"name": "mixer", "module": attention if index in with_attention else mamba},
-            {"name": "mlp", "module": moe if index in with_experts else dense},
-        ]
-        for index in range(layers)
-    ]
+    mixers = [attention if index in with_attention else mamba for index in range(layers)]
+    return _layout(config, list(zip(mixers, mlps, strict=True)))
+
+
+def _layout(config: dict[str, Any], layers: list[tuple[dict[str, Any], dict[str, Any]]]) -> Layout:
+    """Build the layout of layers of a mixer and an MLP or experts; `config` holds the other keys of a native config."""
+    tied = config["tie_word_embeddings"]
     sources = {
         "model.embeddings.weight": same("model.embed_tokens.weight"),
         "model.norm.weight": same("model.final_layernorm.weight"),
     }
-    tied = config["tie_word_embeddings"]
-    if not tied:
-        sources["lm_head.weight"] = same("lm_head.weight")
-    for index, (mixer, mlp) in enumerate(blocks):
-        sources |= _layer_sources(index, mixer["module"], mlp["module"])
-    plain = PlainConfig.from_dict({**config, "layers": [{"blocks": pair} for pair in blocks]})
+    sources |= {} if tied else {"lm_head.weight": same("lm_head.weight")}
+    for index, (mixer, mlp) in enumerate(layers):
+        sources |= _layer_sources(f"model.layers.{index}.", mixer, mlp)
+    blocks = [[{"name": "mixer", "module": mixer}, {"name": "mlp", "module": mlp}] for mixer, mlp in layers]
+    plain = PlainConfig.from_dict({**config, "layers": [{"blocks": both} for both in blocks]})
     return Layout(plain, sources, copies={"lm_head.weight": "model.embeddings.weight"} if tied else {})
+
+
+def _mlps(fields: Fields, layers: int) -> list[dict[str, Any]]:
+    """Return the MLP or the experts of every layer."""
+    inner = fields.integer("intermediate_size", 14336)
+    experts = fields.integer("num_local_experts" if "num_local_experts" in fields.raw else "num_experts", 16)
+    places = _places(fields, "expert_layer", 2, 1, layers) if experts > 1 else set()
+    # Without experts nobody reads them.
+    fields.ignore("expert_layer_period", "expert_layer_offset")
+    moe = {
+        "type": "moe",
+        "num_experts": experts,
+        "top_k": fields.integer("num_experts_per_tok", 2),
+        "inner_size": inner,
+        "normalise": False,
+        "balance": balance_of(fields, len(places)),
+    }
+    return [moe if index in places else {"type": "mlp", "inner_size": inner} for index in range(layers)]
 
 
 def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:
@@ -145,22 +147,21 @@ def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:
     return merged(kept, fields)
 
 
-def _layer_sources(index: int, mixer: dict[str, Any], mlp: dict[str, Any]) -> dict[str, Source]:
-    ours, theirs = f"model.layers.{index}.", f"model.layers.{index}."
+def _layer_sources(place: str, mixer: dict[str, Any], mlp: dict[str, Any]) -> dict[str, Source]:
     sources = {
-        f"{ours}mixer_norm.weight": same(f"{theirs}input_layernorm.weight"),
-        f"{ours}mlp_norm.weight": same(f"{theirs}pre_ff_layernorm.weight"),
+        f"{place}mixer_norm.weight": same(f"{place}input_layernorm.weight"),
+        f"{place}mlp_norm.weight": same(f"{place}pre_ff_layernorm.weight"),
     }
     if mixer["type"] == "attention":
-        sources |= {f"{ours}mixer.{name}_proj.weight": same(f"{theirs}self_attn.{name}_proj.weight") for name in "qkvo"}
+        sources |= {f"{place}mixer.{name}_proj.weight": same(f"{place}self_attn.{name}_proj.weight") for name in "qkvo"}
     else:
-        sources |= mixer_sources(mixer, f"{ours}mixer.", f"{theirs}mamba.")
+        sources |= mixer_sources(mixer, f"{place}mixer.", f"{place}mamba.")
         for name in _INNER_NORMS:
-            sources[f"{ours}mixer.{name}_norm.weight"] = same(f"{theirs}mamba.{name}_layernorm.weight")
+            sources[f"{place}mixer.{name}_norm.weight"] = same(f"{place}mamba.{name}_layernorm.weight")
     if mlp["type"] == "mlp":
-        return sources | mlp_sources(f"{ours}mlp.", f"{theirs}feed_forward.")
-    sources[f"{ours}mlp.router.weight"] = same(f"{theirs}feed_forward.router.weight")
-    return sources | expert_sources(f"{ours}mlp.", f"{theirs}feed_forward.", mlp["num_experts"], mlp["inner_size"])
+        return sources | mlp_sources(f"{place}mlp.", f"{place}feed_forward.")
+    sources[f"{place}mlp.router.weight"] = same(f"{place}feed_forward.router.weight")
+    return sources | expert_sources(f"{place}mlp.", f"{place}feed_forward.", mlp["num_experts"], mlp["inner_size"])
 
 
 def _places(fields: Fields, kind: str, period: int, offset: int, layers: int) -> set[int]:

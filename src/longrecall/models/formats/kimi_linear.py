@@ -6,6 +6,7 @@ experts in the others. transformers renames tensors of published files as it loa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from longrecall.models.formats.expressions import Source
@@ -33,16 +34,49 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
     """Read a KimiLinearConfig (parsed; `where` names the file in errors). UserError for what cannot be reproduced."""
     names = {name: published if published in raw else name for name, published in _PUBLISHED.items()}
     fields = Fields({key: value for key, value in raw.items() if names.get(key, key) == key}, where)
-    fields.require("hidden_act", "silu", ["silu", "swish"], "the activation is a SiLU")
-    fields.require("mla_use_nope", True, [True], "attention has no positions")
-    fields.require("moe_router_activation_func", "sigmoid", ["sigmoid"], "the router's scores are sigmoids")
-    fields.require("moe_layer_freq", 1, [1], "every layer after the first ones has experts")
     fields.require("num_nextn_predict_layers", 0, [0, None], "it predicts one token")
     fields.require("tie_word_embeddings", False, [False], "the head is a matrix of its own")
-    hidden, layers = fields.integer("hidden_size", 2304), fields.integer("num_hidden_layers", 27)
-    eps, heads = fields.number("rms_norm_eps", 1e-5), fields.integer("num_attention_heads", 32)
+    layers, eps = fields.integer("num_hidden_layers", 27), fields.number("rms_norm_eps", 1e-5)
+    linear = fields.section("linear_attn_config")
+    kinds = {
+        "full_attention": _attention(fields),
+        "linear_attention": _delta_attention(fields, linear, eps),
+        "dense": {"type": "mlp", "inner_size": fields.integer("intermediate_size", 9216)},
+        "sparse": _experts(fields, names),
+    }
+    pairs = list(zip(_mixer_kinds(fields, linear, layers), _mlp_kinds(fields, layers), strict=True))
+    linear.finish()
+    # Attention has no positions; the others are of training, of speed, or not read by any code.
+    fields.ignore("rope_theta", "rope_scaling", "head_dim", "attention_dropout", "output_router_logits")
+    fields.ignore("pretraining_tp", "use_grouped_topk", "qk_head_dim")
+    config = {
+        "vocab_size": fields.integer("vocab_size", 163840),
+        "hidden_size": fields.integer("hidden_size", 2304),
+        "norm_eps": eps,
+        "tie_word_embeddings": False,
+        "residual_in_fp32": False,
+        "context_length": fields.optional_integer(names["max_position_embeddings"], 1048576),
+        **fields.token_ids(),
+    }
+    fields.finish()
+    sources = {
+        "model.embeddings.weight": same("model.embed_tokens.weight"),
+        "model.norm.weight": same("model.norm.weight"),
+        "lm_head.weight": same("lm_head.weight"),
+    }
+    described = []
+    for index, (mixer, mlp) in enumerate(pairs):
+        modules_of = {"mixer": kinds[mixer], "mlp": kinds[mlp]}
+        described.append({"blocks": [{"name": name, "module": module} for name, module in modules_of.items()]})
+        sources |= _layer_sources(f"model.layers.{index}.", **modules_of)
+    return Layout(PlainConfig.from_dict({**config, "layers": described}), sources)
+
+
+def _attention(fields: Fields) -> dict[str, Any]:
+    heads = fields.integer("num_attention_heads", 32)
     fields.require("num_key_value_heads", heads, [heads, None], "every head has keys of its own")
-    mla = {
+    fields.require("mla_use_nope", True, [True], "attention has no positions")
+    return {
         "type": "mla",
         "num_heads": heads,
         "kv_rank": fields.integer("kv_lora_rank", 512),
@@ -54,20 +88,32 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
         "bias": fields.flag("attention_bias", False),
         "norm_eps": _LATENT_EPS,
     }
-    linear = fields.section("linear_attn_config")
-    key_dim = linear.integer("head_dim", fields.integer("linear_head_dim", 128))
-    kda = {
+
+
+def _delta_attention(fields: Fields, linear: Fields, eps: float) -> dict[str, Any]:
+    """Return the description of KDA: what the section `linear` says counts, where there is one."""
+    width = linear.integer("head_dim", fields.integer("linear_head_dim", 128))
+    return {
         "type": "kda",
         "num_heads": linear.integer("num_heads", fields.integer("linear_num_heads", 32)),
-        "key_dim": key_dim,
-        "value_dim": key_dim,
-        "gate_rank": key_dim,
+        "key_dim": width,
+        "value_dim": width,
+        "gate_rank": width,
         "conv_width": linear.integer("short_conv_kernel_size", fields.integer("linear_conv_kernel_dim", 4)),
         "norm_eps": eps,
         "gate_bias": False,
     }
-    inner = fields.integer("moe_intermediate_size", 1024)
-    moe: dict[str, Any] = {
+
+
+def _experts(fields: Fields, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the description of the experts; `names`: how the file spells keys that have two names."""
+    fields.require("hidden_act", "silu", ["silu", "swish"], "the activation is a SiLU")
+    fields.require("moe_router_activation_func", "sigmoid", ["sigmoid"], "the router's scores are sigmoids")
+    fields.require("moe_layer_freq", 1, [1], "every layer after the first ones has experts")
+    inner, groups = fields.integer("moe_intermediate_size", 1024), fields.integer(names["n_group"], 1)
+    if groups > 1:
+        fields.require("use_grouped_topk", True, [True], "experts are chosen within groups")
+    return {
         "type": "moe",
         "num_experts": fields.integer(names["num_local_experts"], 256),
         "top_k": fields.integer(names["num_experts_per_tok"], 8),
@@ -76,43 +122,12 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
         "normalise": fields.flag(names["norm_topk_prob"], True),
         "balance": 0.0,
         "correction_bias": True,
-        "groups": fields.integer(names["n_group"], 1),
+        "groups": groups,
         "active_groups": fields.optional_integer("topk_group", 1),
         "scale": fields.number("routed_scaling_factor", 2.446),
         "router_in_fp32": True,
         "shared_size": inner * fields.integer(names["n_shared_experts"], 1),
     }
-    if moe["groups"] > 1:
-        fields.require("use_grouped_topk", True, [True], "experts are chosen within groups")
-    dense = {"type": "mlp", "inner_size": fields.integer("intermediate_size", 9216)}
-    mixers = _mixer_kinds(fields, linear, layers)
-    mlps = _mlp_kinds(fields, layers)
-    linear.finish()
-    # Attention has no positions; the others are of training, of speed, or not read by any code.
-    fields.ignore("rope_theta", "rope_scaling", "head_dim", "attention_dropout", "output_router_logits")
-    fields.ignore("pretraining_tp", "use_grouped_topk", "qk_head_dim")
-    context = fields.optional_integer(names["max_position_embeddings"], 1048576)
-    config = {
-        "vocab_size": fields.integer("vocab_size", 163840),
-        "hidden_size": hidden,
-        "norm_eps": eps,
-        "tie_word_embeddings": False,
-        "residual_in_fp32": False,
-        "context_length": context,
-        **fields.token_ids(),
-    }
-    fields.finish()
-    sources = {
-        "model.embeddings.weight": same("model.embed_tokens.weight"),
-        "model.norm.weight": same("model.norm.weight"),
-        "lm_head.weight": same("lm_head.weight"),
-    }
-    blocks = []
-    for index, (mixer, mlp) in enumerate(zip(mixers, mlps, strict=True)):
-        pair = [mla if mixer == "full_attention" else kda, dense if mlp == "dense" else moe]
-        blocks.append([{"name": name, "module": module} for name, module in zip(("mixer", "mlp"), pair, strict=True)])
-        sources |= _layer_sources(f"model.layers.{index}.", *pair)
-    return Layout(PlainConfig.from_dict({**config, "layers": [{"blocks": pair} for pair in blocks]}), sources)
 
 
 def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:

@@ -11,18 +11,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longrecall.errors import UserError
-from longrecall.layers.descriptions.attention import AttentionConfig
-from longrecall.layers.descriptions.mlp import ACTIVATIONS, OTHER_NAMES
+from longrecall.layers.descriptions.mlp import OTHER_NAMES
 from longrecall.models.formats.expressions import Source
 from longrecall.models.formats.fields import Fields
+from longrecall.models.formats.hybrid_common import (
+    RECURRENT,
+    activation,
+    layer_kinds,
+    module_sources,
+    rotation_fields,
+    written_kinds,
+    written_rope,
+)
 from longrecall.models.formats.layout import Layout
-from longrecall.models.formats.rope import read_rope, rope_parameters
-from longrecall.models.formats.sources import same, squeeze_conv
+from longrecall.models.formats.sources import same
 from longrecall.models.formats.stock import common_fields, expansion, first_module, merged, modules
 from longrecall.models.sizes import PlainConfig
 
-RECURRENT, HYBRID = "linear_attention", "hybrid"
-_OLDER = {"mamba": RECURRENT}
+HYBRID = "hybrid"
 _PUBLISHED_KINDS = [
     *[RECURRENT] * 6,
     *([HYBRID] + [RECURRENT] * 5) * 6,
@@ -37,42 +43,10 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
     """Read a Zamba2Config (parsed; `where` names the file in errors). UserError for what cannot be reproduced."""
     fields = Fields(raw, where)
     hidden, eps = fields.integer("hidden_size", 2560), fields.number("rms_norm_eps", 1e-5)
-    kinds = _kinds(fields)
-    biases = fields.flag("add_bias_linear", False)
-    inner, heads = int(fields.number("mamba_expand", 2) * hidden), fields.integer("n_mamba_heads", 8)
-    if inner % heads:
-        raise fields.fail("n_mamba_heads", f"it must divide mamba_expand * hidden_size ({inner})")
-    fields.require("mamba_headdim", inner // heads, [inner // heads], "it follows from n_mamba_heads")
-    mamba2 = {
-        "type": "mamba2",
-        "inner_dim": inner,
-        "head_dim": inner // heads,
-        "state_dim": fields.integer("mamba_d_state", 64),
-        "groups": fields.integer("mamba_ngroups", 1),
-        "conv_width": fields.integer("mamba_d_conv", 4),
-        "proj_bias": biases,
-        "time_step_limit": [fields.number("time_step_min", 0.001), math.inf],
-        "norm_eps": _GATED_NORM_EPS,
-    }
-    attention = _attention(fields, hidden)
-    block: dict[str, Any] = {
-        "type": "shared_block",
-        "attention": attention,
-        "mixer": mamba2,
-        "mlp_size": fields.optional_integer("intermediate_size", 4 * hidden),
-        "activation": _activation(fields),
-        "bias": biases,
-        "adapter_rank": fields.integer("adapter_rank", 128),
-        "attention_adapters": fields.flag("use_shared_attention_adapter", False),
-        "norm_eps": eps,
-    }
-    if block["attention_adapters"] and attention["kv_heads"] != attention["num_heads"]:
-        raise fields.fail("num_key_value_heads", "with adapters of attention it must be num_attention_heads")
-    fields.require("use_shared_mlp_adapter", True, [True], "every layer has an adapter of the shared MLP")
-    fields.require("use_long_context", False, [False], "it turns heads by other angles")
+    kinds, block = _kinds(fields), _block(fields, hidden, eps)
     uses = [index for index, kind in enumerate(kinds) if kind == HYBRID]
-    shared = fields.integer("num_mem_blocks", 1)
     fields.require("hybrid_layer_ids", uses, [uses], "it follows from layers_block_type")
+    owners = uses[: fields.integer("num_mem_blocks", 1)]
     # Training, initialisation and speed, numbers that follow from others, and what the class does not read.
     fields.ignore("time_step_max", "time_step_floor", "attention_dropout", "chunk_size", "use_mem_eff_path")
     fields.ignore("use_mamba_kernels", "num_logits_to_keep", "use_conv_bias", "kv_channels", "num_query_groups")
@@ -92,19 +66,21 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
         "model.norm.weight": same("model.final_layernorm.weight"),
     }
     sources |= {} if tied else {"lm_head.weight": same("lm_head.weight")}
+    # A layer -> which of the uses of a shared block it is.
+    places = {layer: use for use, layer in enumerate(uses)}
     layers: list[dict[str, Any]] = []
-    for index, kind in enumerate(kinds):
+    for index in range(len(kinds)):
         place = f"model.layers.{index}."
-        if kind == RECURRENT:
-            layers.append({"mixer": mamba2, "mlp_size": 0})
+        if index not in places:
+            layers.append({"mixer": block["mixer"], "mlp_size": 0})
             sources[f"{place}mixer_norm.weight"] = same(f"{place}input_layernorm.weight")
-            sources |= _mamba2_sources(mamba2, f"{place}mixer.", f"{place}mamba.")
+            sources |= module_sources(block["mixer"], hidden, f"{place}mixer.", f"{place}mamba.")
             continue
-        use = uses.index(index)
-        owner = uses[use % shared]
+        owner = owners[places[index] % len(owners)]
         module = block if owner == index else {**block, "weights_of": owner}
         layers.append({"blocks": [{"name": "mixer", "module": module, "norm": None}]})
-        sources |= _block_sources(module, place, f"model.layers.{owner}.shared_transformer.", use)
+        theirs = f"model.layers.{owner}.shared_transformer."
+        sources |= _block_sources(module, hidden, place, theirs, places[index])
     plain = PlainConfig.from_dict({**config, "layers": layers})
     return Layout(plain, sources, copies={"lm_head.weight": "model.embeddings.weight"} if tied else {})
 
@@ -130,7 +106,7 @@ def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:
         "model_type": "zamba2",
         "architectures": ["Zamba2ForCausalLM"],
         **common_fields(plain),
-        named: _written_kinds(kept.get(named), kinds),
+        named: written_kinds(kept.get(named), kinds),
         "mamba_d_state": mamba2["state_dim"],
         "mamba_d_conv": mamba2["conv_width"],
         "mamba_expand": expansion(kept, "mamba_expand", mamba2["inner_dim"], plain.hidden_size),
@@ -146,7 +122,7 @@ def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:
         "use_shared_attention_adapter": block["attention_adapters"],
         "adapter_rank": block["adapter_rank"],
         "rms_norm_eps": plain.norm_eps,
-        **_rope_fields(kept, attention),
+        **_written_rope(kept, attention),
     }
     derived = {
         "mamba_headdim": mamba2["head_dim"],
@@ -162,12 +138,48 @@ def _kinds(fields: Fields) -> list[str]:
     layers = fields.integer("num_hidden_layers", 54)
     name = "layer_types" if "layers_block_type" not in fields.raw else "layers_block_type"
     given = fields.get(name)
-    if given is None:
-        given = _PUBLISHED_KINDS
-    known = (RECURRENT, HYBRID, *_OLDER)
-    if not isinstance(given, list) or len(given) != layers or not all(kind in known for kind in given):
-        raise fields.fail(name, f"it must be {layers} times {' or '.join(known)}")
-    return [str(_OLDER.get(kind, kind)) for kind in given]
+    kinds = layer_kinds(fields, name, _PUBLISHED_KINDS if given is None else given, (RECURRENT, HYBRID))
+    if len(kinds) != layers:
+        raise fields.fail("num_hidden_layers", f'but "{name}" lists {len(kinds)} layers')
+    return kinds
+
+
+def _block(fields: Fields, hidden: int, eps: float) -> dict[str, Any]:
+    """Return the description of a shared block with the Mamba-2 mixer behind it."""
+    biases, adapters = fields.flag("add_bias_linear", False), fields.flag("use_shared_attention_adapter", False)
+    attention = _attention(fields, hidden)
+    if adapters and attention["kv_heads"] != attention["num_heads"]:
+        raise fields.fail("num_key_value_heads", "with adapters of attention it must be num_attention_heads")
+    fields.require("use_shared_mlp_adapter", True, [True], "every layer has an adapter of the shared MLP")
+    return {
+        "type": "shared_block",
+        "attention": attention,
+        "mixer": _mamba2(fields, hidden, biases),
+        "mlp_size": fields.optional_integer("intermediate_size", 4 * hidden),
+        "activation": activation(fields, "hidden_act", "gelu"),
+        "bias": biases,
+        "adapter_rank": fields.integer("adapter_rank", 128),
+        "attention_adapters": adapters,
+        "norm_eps": eps,
+    }
+
+
+def _mamba2(fields: Fields, hidden: int, biases: bool) -> dict[str, Any]:
+    inner, heads = int(fields.number("mamba_expand", 2) * hidden), fields.integer("n_mamba_heads", 8)
+    if inner % heads:
+        raise fields.fail("n_mamba_heads", f"it must divide mamba_expand * hidden_size ({inner})")
+    fields.require("mamba_headdim", inner // heads, [inner // heads], "it follows from n_mamba_heads")
+    return {
+        "type": "mamba2",
+        "inner_dim": inner,
+        "head_dim": inner // heads,
+        "state_dim": fields.integer("mamba_d_state", 64),
+        "groups": fields.integer("mamba_ngroups", 1),
+        "conv_width": fields.integer("mamba_d_conv", 4),
+        "proj_bias": biases,
+        "time_step_limit": [fields.number("time_step_min", 0.001), math.inf],
+        "norm_eps": _GATED_NORM_EPS,
+    }
 
 
 def _attention(fields: Fields, hidden: int) -> dict[str, Any]:
@@ -177,6 +189,7 @@ def _attention(fields: Fields, hidden: int) -> dict[str, Any]:
     head_dim = 2 * hidden // heads
     fields.require("attention_hidden_size", 2 * hidden, [2 * hidden], "attention reads the stream and the embeddings")
     fields.require("attention_head_dim", head_dim, [head_dim], "it follows from num_attention_heads")
+    fields.require("use_long_context", False, [False], "it turns heads by other angles")
     turned = fields.flag("use_mem_rope", False)
     if not turned:
         fields.ignore("rope_parameters", "rope_theta", "rope_scaling")
@@ -188,34 +201,19 @@ def _attention(fields: Fields, hidden: int) -> dict[str, Any]:
         # Half of a head's channels are of the embeddings: scores are as large as without them.
         "scale": (head_dim / 2) ** -0.5,
         "input_size": 2 * hidden,
-        **(read_rope(fields, plain_share=False) if turned else {"rotary_share": 0.0}),
+        **(rotation_fields(fields, plain_share=False) if turned else {"rotary_share": 0.0}),
     }
 
 
-def _activation(fields: Fields) -> str:
-    fields.require("hidden_act", "gelu", [*ACTIVATIONS, *OTHER_NAMES], "the shared MLP has no other activation here")
-    return str(fields.get("hidden_act", "gelu"))
+def _written_rope(kept: dict[str, Any], attention: Mapping[str, Any]) -> dict[str, Any]:
+    if not attention.get("rotary_share", 1.0):
+        return {"use_mem_rope": False}
+    said = kept if kept.get("use_mem_rope") else {}
+    return {"use_mem_rope": True, **written_rope(attention, said, plain_share=False)}
 
 
 def _written_activation(kept: Any, name: str) -> str:
     return str(kept) if OTHER_NAMES.get(str(kept), kept) == name else name
-
-
-def _written_kinds(kept: Any, kinds: list[str]) -> list[str]:
-    """Return the kinds as they were spelt, where that says the same."""
-    said = [_OLDER.get(kind, kind) for kind in kept] if isinstance(kept, list) else None
-    return kept if said == kinds else kinds
-
-
-def _rope_fields(kept: dict[str, Any], attention: Mapping[str, Any]) -> dict[str, Any]:
-    config = AttentionConfig.from_dict(dict(attention))
-    if not config.rotary_share:
-        return {"use_mem_rope": False}
-    if kept.get("use_mem_rope"):
-        said = AttentionConfig.from_dict({**attention, **read_rope(Fields(kept, "config.json"), plain_share=False)})
-        if said == config:
-            return {}
-    return {"use_mem_rope": True, "rope_parameters": rope_parameters(config)}
 
 
 def _shared(plain: PlainConfig) -> Sequence[dict[str, Any]]:
@@ -223,22 +221,13 @@ def _shared(plain: PlainConfig) -> Sequence[dict[str, Any]]:
     return [module for module in found if module["type"] == "shared_block"]
 
 
-def _mamba2_sources(mixer: Mapping[str, Any], ours: str, theirs: str) -> dict[str, Source]:
-    names = ["in_proj.weight", "dt_bias", "A_log", "D", "norm.weight", "out_proj.weight"]
-    names += ["in_proj.bias", "out_proj.bias"] if mixer["proj_bias"] else []
-    sources = {f"{ours}{name}": same(f"{theirs}{name}") for name in names}
-    sources[f"{ours}conv.weight"] = squeeze_conv(same(f"{theirs}conv1d.weight"))
-    sources[f"{ours}conv.bias"] = same(f"{theirs}conv1d.bias")
-    return sources
-
-
-def _block_sources(module: Mapping[str, Any], layer: str, theirs: str, use: int) -> dict[str, Source]:
+def _block_sources(module: Mapping[str, Any], hidden: int, layer: str, theirs: str, use: int) -> dict[str, Source]:
     """Return the sources of a layer with a shared block: `theirs` is where the file has that, `use` counts its uses."""
     ours = f"{layer}mixer."
     sources = {
         f"{ours}out_proj.weight": same(f"{layer}linear.weight"),
         f"{ours}norm.weight": same(f"{layer}mamba_decoder.input_layernorm.weight"),
-        **_mamba2_sources(module["mixer"], f"{ours}mixer.", f"{layer}mamba_decoder.mamba."),
+        **module_sources(module["mixer"], hidden, f"{ours}mixer.", f"{layer}mamba_decoder.mamba."),
     }
     lists = {"mlp_adapter": "feed_forward.gate_up_proj_adapter_list"}
     if module["attention_adapters"]:
