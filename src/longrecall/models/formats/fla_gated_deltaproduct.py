@@ -46,7 +46,8 @@ def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:
 
 def _mixer(fields: Fields, hidden: int) -> Mixer:
     heads, key_dim = fields.integer("num_heads", 6), fields.integer("head_dim", 256)
-    fields.require("num_v_heads", None, [None, heads], "fla's model does not hand it to its layers")
+    if fields.optional_integer("num_v_heads", heads) != heads:
+        raise fields.fail("num_v_heads", "fla's model does not hand it to its layers")
     width, gated, decay = (
         conv_width(fields, True),
         fields.flag("use_output_gate", True),
