@@ -22,7 +22,7 @@ VALUES = 64
 """Values of a state come in multiples of these: rows of a tile fill lines of 128 bytes."""
 
 RECURRENT_STEP = declare(Op("recurrent_step", kernels="decoding.triton.recurrence", slow=never_slow))
-"""Its input is `state` ``[B, H, K, V]``, which is read, decayed, written to and read out for one token."""
+"""Its input is `state` ``[B, H, K, V]``. For one token the state decays, is written to and is read."""
 
 
 def _sizes(keys: int, values: int, states: int, processors: int) -> str | None:

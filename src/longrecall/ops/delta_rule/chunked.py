@@ -16,7 +16,7 @@ Backward, from the last chunk to the first; :math:`\bar x` is the gradient of x 
           \bar S = e^{G_C} \bar S' + (a R)^\top F
 
 Because :math:`\bar L = -P^\top (\bar W X^\top) P^\top = -\bar X W^\top`, one product gives both scores' gradients,
-:math:`E = F W^\top \circ D` (no diagonal in its upper half), and what is left has no order in time:
+:math:`E = F W^\top \circ D` (no diagonal in its upper half), and the other gradients have no order in time:
 
 .. math:: \bar R = (E \beta^\top) K + a \circ F S^\top, \qquad
           H = E^\top R + b \circ W \bar S'^\top, \qquad \bar V = \bar X, \qquad \bar\beta = H \cdot K

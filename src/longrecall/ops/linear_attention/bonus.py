@@ -1,7 +1,7 @@
 r"""Linear attention of RWKV-5 and RWKV-6, in which the current token has a weight of its own.
 
-An output reads the state before its own token, which is the state after the token before it. So with the queries moved
-one step ahead, gated linear attention computes every read but the first, and decays never have to be divided out:
+An output reads the state before its own token, which is the state after the token before. So the queries are shifted by
+one token: then gated linear attention computes every read but the first, and nothing is ever divided by a decay.
 
 .. math:: q_t = r_{t+1} \;\Rightarrow\; q_t S_t = r_{t+1} S_t, \qquad o_0 = r_0 S_{-1} + \ldots
 
@@ -86,10 +86,10 @@ def bonus_linear_attention(
 def add_bonus(
     reads: Tensor, first: Tensor, r: Tensor, k: Tensor, v: Tensor, bonus: Tensor, *, backend: str | None = None
 ) -> Tensor:
-    r"""What each token reads, one step later, plus :math:`\big(\sum_d r_{td} u_d k_{td}\big) v_t`; all of one dtype.
+    r"""Reads shifted back by one token, plus :math:`\big(\sum_d r_{td} u_d k_{td}\big) v_t`; all of one dtype.
 
     Args:
-        reads: ``[B, T, H, V]``: those of the queries one step ahead; the last one is nobody's.
+        reads: ``[B, T, H, V]``: row t is what token t + 1 reads; the last row is not used.
         first: ``[B, 1, H, V]``: what the first token reads.
         r, k, v, bonus: those of `bonus_linear_attention`.
         backend: "triton" or "reference"; None chooses.

@@ -5,10 +5,10 @@ Within a chunk of C tokens let :math:`G_i = \sum_{j \le i} g_j`. Then, with :mat
 .. math:: o_i = q_i e^{G_i} S + \sum_{j \le i} \big(\sum_d q_{id} k_{jd} e^{G_{id} - G_{jd}}\big) v_j, \qquad
           S' = e^{G_C} S + \sum_j (k_j e^{G_C - G_j})^\top v_j
 
-(Yang et al. 2024, section 4; Dao and Gu 2024, section 6). No exponent is ever positive: per-channel decays use
-sub-blocks, each measured from its own reference. States before every chunk of a segment come from one matrix of
-decays between chunks; segments follow one another, so memory grows linearly with T and, without gradients, only the
-outputs do.
+(Yang et al. 2024, section 4; Dao and Gu 2024, section 6). No exponent is ever positive: with decays per channel a chunk
+is split into sub-blocks, and decays are measured from the beginning of each. The states before all chunks of a segment
+come from one matrix of decays between chunks. Segments follow one another. So memory grows linearly with T; without
+gradients only the outputs do.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from longrecall.ops.products import einsum_product, product
 
 CHUNK = 64
 SUB_BLOCK = 16
-# Chunks worked on together: on the CPU few enough to stay near the cache, elsewhere enough to fill the device.
+# Chunks of a segment: on a CPU few enough for its cache, elsewhere enough to keep the device busy.
 SEGMENT_CHUNKS_CPU = 8
 SEGMENT_CHUNKS = 16
-# exp(-30) = 9e-14 is nothing beside float32's 6e-8, and a bounded cumulative sum keeps its low bits.
+# exp(-30) = 9e-14 is far below the 6e-8 of float32, and a bounded cumulative sum keeps its last digits.
 STRONGEST_DECAY = {torch.float32: -30.0, torch.float64: -700.0}
 
 
@@ -39,8 +39,8 @@ def gated_linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """Same contract as `reference.gated_linear_attention`; all tensors in the accumulation dtype.
 
-    `products`: bfloat16 lets products of matrices multiply in it (`products.py`), with one decay per head or none; with
-    one per channel the exponentials take most of the time, and no gain was measured.
+    `products`: the dtype of matrix products (`products.py`), for one decay per head or none. With a decay per channel
+    the exponentials take most of the time: bfloat16 products were no faster, and are not used.
     """
     low = products if log_decay is None or log_decay.dim() == 3 else None
     return _over_segments(q, k, v, log_decay, None, scale, state, low or v.dtype)
@@ -49,7 +49,7 @@ def gated_linear_attention(
 def merged_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, mixing: Tensor, scale: float, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same contract as `reference.merged_linear_attention`; a chunk's scores are mixed before they meet the values."""
+    """Same contract as `reference.merged_linear_attention`; scores are mixed before the product with the values."""
     return _over_segments(q, k, v, log_decay, mixing.to(v.dtype), scale, state, v.dtype)
 
 
@@ -66,7 +66,7 @@ def _over_segments(
     if log_decay is not None:
         log_decay = log_decay.clamp(min=STRONGEST_DECAY[log_decay.dtype])
     q = q * scale
-    # split, not slices: the backward of a slice fills a tensor of the whole length.
+    # split, not slices: the backward of a slice writes a gradient of the whole length.
     step = CHUNK * segment_chunks(q)
     pieces = [x.split(step, dim=1) for x in (q, k, v)]
     decays = [None] * len(pieces[0]) if log_decay is None else log_decay.split(step, dim=1)
@@ -126,7 +126,7 @@ def _head_decay(
     size, groups = q.shape[-2], q.shape[1]
     causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     scores = product(q, k.transpose(-1, -2), dtype).masked_fill(~causal, 0.0)[:, :, None]
-    # einsum, not a product with k[:, :, None]: one wide product for the heads of a group, and k is not repeated.
+    # einsum makes one wide product for all heads of a group; a product with k[:, :, None] would repeat k.
     increments = "bgnck,bgrncv->bgrnkv"
     if log_decay is None:
         total = q.new_zeros((*values.shape[:4], 1))

@@ -1,4 +1,4 @@
-"""The definition of linear attention and its kinds, one step at a time, in the dtype it is given.
+"""The definitions of the kinds of linear attention, one step at a time, in the dtype of their inputs.
 
 Shapes throughout: B batch, T time, H heads, K key width, V value width.
 """
@@ -36,7 +36,7 @@ def gated_linear_attention(
 def merged_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, mixing: Tensor, scale: float, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    r"""Gated linear attention whose key heads each write the values of all heads (StateX, equation 4, and a mixing).
+    r"""Gated linear attention where each key head writes the values of all heads (StateX, equation 4, with mixing).
 
     .. math:: S_t[h, h'] = \mathrm{diag}(e^{g_{t,h}}) S_{t-1}[h, h'] + k_{t,h}^\top v_{t,h'}, \qquad
               o_{t,h'} = \mathrm{scale} \sum_h M[h, h'] \, q_{t,h} S_t[h, h']

@@ -1,4 +1,4 @@
-"""What Mamba-2 does to its values around the recurrence: times the time step before, times D and added after."""
+"""Mamba-2's values around the recurrence: times the time step before it, and added after it, times D."""
 
 from __future__ import annotations
 

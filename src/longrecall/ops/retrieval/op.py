@@ -1,4 +1,4 @@
-"""The choice of chunks and attention over them: queries of one chunk share its keys, and no other product is formed.
+"""The choice of chunks, and attention over the chosen ones only. Queries that chose one chunk share its keys.
 
 `ops/retrieval/reference.py` is the definition of the attention. On a GPU kernels do both (`triton/retrieval.py`).
 """
@@ -19,13 +19,13 @@ from longrecall.ops.backends import CHUNKED, REFERENCE, Op, declare, kernel, nev
 from longrecall.ops.shapes import accumulation_dtype
 
 QUERY_BLOCK = 512
-"""Queries compared with all chunks at once: their scores [512, S / chunk] are the largest thing of a choice."""
+"""Queries that are compared with all chunks at a time: their scores [512, S / chunk] need most memory of a choice."""
 
 WIDEST_BLOCK = 64
-"""Queries of one chunk that are one matrix."""
+"""The most queries of one chunk in one matrix."""
 
 GATHERED_NUMBERS = {"cpu": 1 << 18}
-"""Numbers worked on at once, at most: what stays in a cache of a CPU core."""
+"""The most numbers of a batch of blocks: what fits into the cache of a CPU core."""
 
 GATHERED_ELSEWHERE = 1 << 26
 """The same on a GPU, where few large kernels win."""
@@ -54,8 +54,8 @@ def selected_attention(
     """Softmax attention of every query over the tokens of the chunks chosen for it.
 
     Source: RESONA, section 3.1 and algorithm 3; `weights` and their null chunk are ours, see
-    `reference.selected_attention` for the formula. Time is O(T * C * chunk), memory O(T * C + S): nothing of a size
-    with `chunk` is kept for the backward pass, which forms it again. It cannot be differentiated twice.
+    `reference.selected_attention` for the formula. Time is O(T * C * chunk), memory O(T * C + S): no weights of single
+    tokens are kept for the backward pass, which computes them again. It cannot be differentiated twice.
 
     Args:
         q: ``[B, T, H, P]``.
@@ -78,7 +78,7 @@ def selected_attention(
     whole = k.shape[1] // chunk
     if chunks.shape[2] == 0 or whole == 0:
         return torch.zeros_like(q, dtype=v.dtype)
-    # Under autocast the inputs may differ in dtype; the caller's values decide.
+    # Under autocast the inputs may differ in dtype; that of the values is used.
     q, k = q.to(v.dtype), k.to(v.dtype)
     with torch.autocast(v.device.type, enabled=False):
         if SELECTED_ATTENTION.on_kernels({"q": q, "k": k, "v": v}, backend):
@@ -176,11 +176,12 @@ class _BestChunks(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The pairs of a query and a chunk chosen for it, ordered by chunk, in blocks of `width` that share a chunk.
+    """The pairs of a query and a chunk chosen for it, ordered by chunk, in blocks of `width` pairs that share a chunk.
 
-    `chunk` ``[blocks]``: the row of `_rows`; `query` ``[blocks, width]``: the query, counted through the batch; `slot`
-    ``[blocks, width]``: its choice, counted through the queries; `filled` ``[blocks, width]``: whether there is a pair
-    at all (else the others repeat one); `place` ``[B, T, C]``: where each choice stands, `blocks * width` for none.
+    `chunk` ``[blocks]``: the row of `_rows`. `query` ``[blocks, width]``: number of the query in the whole batch.
+    `slot` ``[blocks, width]``: number of the choice among those of all queries. `filled` ``[blocks, width]``: whether
+    the place holds a pair; where it does not, the other fields repeat a pair. `place` ``[B, T, C]``: the place of each
+    choice, `blocks * width` for none.
     """
 
     chunk: Tensor
@@ -190,7 +191,7 @@ class _Pairs:
     place: Tensor
 
     def batches(self, q: Tensor, k: Tensor, chunk: int) -> Iterator[tuple[slice, slice]]:
-        """Slices of blocks worked on at once, and the places of their pairs."""
+        """Slices of blocks that are computed at a time, and the places of their pairs."""
         blocks, width = self.query.shape
         per_block = chunk * k.shape[2] * k.shape[3] + width * q.shape[2] * (q.shape[3] + chunk)
         size = max(1, GATHERED_NUMBERS.get(k.device.type, GATHERED_ELSEWHERE) // per_block)
@@ -200,12 +201,12 @@ class _Pairs:
 
 
 def _group(chunks: Tensor, whole: int) -> _Pairs:
-    """Order the choices ``[B, T, C]`` among `whole` chunks a batch by chunk; sizes follow from the shapes alone."""
+    """Order the choices ``[B, T, C]`` among `whole` chunks per row by chunk. Sizes depend on the shapes only."""
     batch, _, slots = chunks.shape
     owners, count, device = batch * whole, chunks.numel(), chunks.device
     first = torch.arange(batch, device=device)[:, None, None] * whole
     owner = (chunks + first).masked_fill(chunks < 0, owners).flatten()
-    # Wider blocks share more, but a chunk's last block is on average half empty.
+    # Wider blocks share more reads, but the last block of a chunk is half empty on average.
     width = min(WIDEST_BLOCK, 1 << max(0, (count // (4 * max(1, owners))).bit_length() - 1))
     every = torch.arange(count, device=device)
     if width == 1:
@@ -232,7 +233,7 @@ def _group(chunks: Tensor, whole: int) -> _Pairs:
 
 
 class _SelectedAttention(torch.autograd.Function):
-    """A softmax within each pair; those of a query are joined by their sums, as one over all its tokens would be."""
+    """A softmax within each pair; those of a query are merged by their sums into one over all its tokens."""
 
     @staticmethod
     def forward(
@@ -240,7 +241,7 @@ class _SelectedAttention(torch.autograd.Function):
     ) -> Tensor:
         wide, groups = accumulation_dtype(v), k.shape[2]
         pairs = _group(chunks, k.shape[1] // chunk)
-        # One place more than there are pairs: where choices of no chunk look.
+        # One place more than there are pairs, for choices of no chunk.
         logs = q.new_full((pairs.query.numel() + 1, q.shape[2]), -torch.inf, dtype=wide)
         found = v.new_zeros((pairs.query.numel() + 1, *q.shape[2:]))
         for blocks, place in pairs.batches(q, k, chunk):
@@ -274,7 +275,7 @@ class _SelectedAttention(torch.autograd.Function):
         shift = -logs[:, :, None] if weights is None else weights.to(wide)[..., None] - logs[:, :, None]
         shift = shift.expand(*chunks.shape, -1).flatten(0, 2)[pairs.slot]
         shift = shift.masked_fill(~pairs.filled[..., None], -torch.inf)[..., None]
-        # A key is chosen by many queries: its gradient is a long sum, too long for 16 bits.
+        # Many queries choose a key: its gradient is a sum of too many terms for 16 bits.
         d_k, d_v = (torch.zeros_like(_rows(y, ctx.chunk), dtype=wide) for y in (k, v))
         d_q = q.new_zeros((pairs.query.numel() + 1, *q.shape[2:]))
         d_weights = logs.new_zeros(pairs.query.numel() + 1)
@@ -296,7 +297,7 @@ class _SelectedAttention(torch.autograd.Function):
 
 
 def _sum_choices(terms: Iterable[Tensor]) -> Tensor:
-    """Add up one term a choice, one after the other: side by side they are the largest thing of a pass."""
+    """Add up one term per choice, one after the other: all terms at once would need most memory of a pass."""
     return functools.reduce(torch.Tensor.add_, terms)
 
 
@@ -320,13 +321,13 @@ def _queries(x: Tensor, index: Tensor, groups: int) -> Tensor:
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
-    """``[blocks, width, H, X]`` -> ``[blocks, G, width * H / G, X]``: all that reads one key head, in one matrix."""
+    """``[blocks, width, H, X]`` -> ``[blocks, G, width * H / G, X]``: one matrix of all that reads a key head."""
     blocks, width, heads, size = x.shape
     return x.view(blocks, width, groups, heads // groups, size).transpose(1, 2).reshape(blocks, groups, -1, size)
 
 
 def _by_pair(x: Tensor, pairs: _Pairs) -> Tensor:
-    """The way back, a row a pair: ``[blocks, G, width * H / G, X]`` -> ``[blocks * width, H, X]``."""
+    """The inverse, with a row per pair: ``[blocks, G, width * H / G, X]`` -> ``[blocks * width, H, X]``."""
     blocks, groups, rows, size = x.shape
     width = pairs.query.shape[1]
     return x.view(blocks, groups, width, rows // width, size).transpose(1, 2).reshape(blocks * width, -1, size)

@@ -22,9 +22,7 @@ WIDTH = 4
 """Taps of the convolution: there are kernels for no other width."""
 
 SEGMENT = 128
-"""Tokens of a program, a multiple of the 4 that it takes at a time. There are many more of them than the W - 1 tokens
-that
-neighbours read twice, but few enough for many programs."""
+"""Tokens of a program, a multiple of 4: many more than the W - 1 that neighbours read twice, few enough for many."""
 
 SHORTEST = 8
 """Tokens of a program in the forward of a short text, which would have too few programs otherwise."""

@@ -1,7 +1,7 @@
-"""The delta rule's decoding step in Gluon: a tile of a state comes through shared memory, and is read from there twice.
+"""The delta rule's decoding step in Gluon: a tile of a state is copied to shared memory and read from there twice.
 
-It has few registers of a thread at a time, so many programs share a multiprocessor and wait for memory at once.
-What is small comes meanwhile, and norms scale a tile's sums, not the keys, of which every thread holds many.
+So a thread needs few registers, and many programs share a multiprocessor and wait for memory at the same time. The
+small inputs are loaded meanwhile. Norms scale the sums of a tile, not the keys: every thread holds many keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _three_sums(a, b, c, d, e, f):
 
 @gluon.jit
 def _faded(raw, decay, GATE: gl.constexpr):
-    """float32 of a tile times the decay, of each key or of all."""
+    """A tile in float32 times the decay, which is one per key or one for all."""
     if GATE == 0:
         S = wide(raw)
     elif GATE == 3:
@@ -45,7 +45,7 @@ def delta_step_kernel(
     K: gl.constexpr, V: gl.constexpr, GATE: gl.constexpr, NORMALISE: gl.constexpr, SKIP: gl.constexpr,
     BV: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr = 0,
 ):  # fmt: skip
-    """All keys of BV values of a state, with the plain kernel's arguments. ROWS: neighbouring keys of a thread."""
+    """All keys of BV values of a state; arguments as in triton/recurrence.py. ROWS: neighbouring keys of a thread."""
     if EARLY != 0:
         wait_for_previous()
     UNITS: gl.constexpr = BV // 8
@@ -77,14 +77,14 @@ def delta_step_kernel(
         query_scale, key_scale = scale * gl.rsqrt(squares + eps), gl.rsqrt(key_squares + eps)
     async_copy.wait_group(0)
     gl.thread_barrier()
-    # Both sums over the old state: q S' = q S + (q k) written needs no second pass.
+    # Both sums use the old state: q S' = q S + (q k) written, so no second pass over it is needed.
     S = _faded(room.load(TILE), decay, GATE if GATE == 3 else 0)
     seen, asked = gl.reduce((S * key[:, None], S * query[:, None]), 0, _sums)
     if GATE != 3:
         seen, asked = seen * decay, asked * decay
     written = (strength * key_scale) * (value - key_scale * seen)
     y = query_scale * (asked + both * written)
-    # Read again, and not held in registers from the sums to here.
+    # Read again from shared memory: to keep it since the sums would take too many registers.
     gl.thread_barrier()
     S = _faded(room.load(TILE), decay, GATE) + key[:, None] * written[None, :]
     gl.store(tile, S.to(gl.bfloat16))

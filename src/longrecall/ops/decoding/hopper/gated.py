@@ -1,7 +1,7 @@
 """Gated linear attention's decoding step in Gluon: a program goes through the keys of a state, a chunk at a time.
 
-The next chunks are on their way to shared memory meanwhile, each in its turn's place of a ring. Rows of 256 bytes are
-copied faster than rows of 128.
+Meanwhile the next chunks are copied into a ring of buffers in shared memory. Rows of 256 bytes are copied faster than
+rows of 128.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def gated_step_kernel(
     CHUNK: gl.constexpr, RING: gl.constexpr, BV: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
     EARLY: gl.constexpr = 0,
 ):  # fmt: skip
-    """All keys of BV values of a state, CHUNK keys at a time, with the plain kernel's arguments.
+    """All keys of BV values of a state, CHUNK keys at a time; arguments as in triton/recurrence.py.
 
     ROWS: neighbouring keys of a thread.
     """
@@ -78,7 +78,7 @@ def gated_step_kernel(
             S *= decay
         S += keys.index(i).load(KEYS)[:, None] * written[None, :]
         gl.store(tile + i * CHUNK * V, S.to(gl.bfloat16))
-        # Keys of one thread are added up here, those of others once, at the end.
+        # The keys of one thread are added up here; threads are added up once, at the end.
         read = (S * queries.index(i).load(KEYS)[:, None]).reshape([CHUNK // ROWS, ROWS, BV])
         y += gl.reduce(gl.convert_layout(read, GROUPS, assert_trivial=True), 1, add)
     sums = scale * gl.convert_layout(gl.reduce(y, 0, add), gl.SliceLayout(0, TILE))

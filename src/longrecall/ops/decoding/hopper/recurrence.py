@@ -12,14 +12,14 @@ ROWS = 8
 """Neighbouring keys that a thread holds."""
 
 SHARE = 8192
-"""Numbers of the delta rule's tile for each warp. With fewer a step of 64 MiB is slower by up to a tenth."""
+"""Numbers of a delta rule's tile per warp. With fewer, a step on 64 MiB of states is up to a tenth slower."""
 
 WIDEST = 256
-"""Keys up to which the delta rule's tile may have 2 * VALUES values."""
+"""The most keys with which a tile of the delta rule may have 2 * VALUES values."""
 
 
 def width(K: int, V: int, *, delta: bool) -> int:
-    """Values of a program, which has all keys."""
+    """Values of a program. A program has all keys."""
     return 2 * VALUES if V % (2 * VALUES) == 0 and (not delta or K <= WIDEST) else VALUES
 
 
@@ -29,7 +29,7 @@ def delta_warps(K: int, width: int) -> int:
 
 
 def chunks(K: int, width: int) -> tuple[int, int, int]:
-    """Keys of a chunk of gated linear attention, chunks on their way at most, and warps.
+    """Keys of a chunk of gated linear attention, chunks of the ring of buffers, and warps.
 
     Measured on an H200 (benchmarks/gpu_decoding.py).
     """
@@ -41,7 +41,7 @@ def chunks(K: int, width: int) -> tuple[int, int, int]:
 
 
 def launch(arguments: tuple[Any, ...], states: int, constants: dict[str, Any]) -> None:
-    """Launch a kernel with the `arguments` and `constants` of the plain one for so many states."""
+    """Launch a kernel for so many states, with the `arguments` and `constants` of the Triton kernel."""
     from longrecall.ops.decoding.hopper.delta import delta_step_kernel
     from longrecall.ops.decoding.hopper.gated import gated_step_kernel
 

@@ -1,8 +1,7 @@
-"""Kernels of one decoding step of softmax attention: a cache with room for tokens to come, read by many programs.
+"""Kernels of one decoding step of softmax attention, over a cache of fixed size.
 
-How many columns of the cache are in use lies on the device, so the launches are the same for every token and can be
-captured in a CUDA graph. The keys of one row and key head are split among programs, whose softmaxes a second launch
-merges.
+The number of columns in use is stored on the GPU. So the launches are the same for every token and can be captured in a
+CUDA graph. The keys of one row and key head are split among programs; a second launch merges their softmaxes.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from longrecall.ops.kernels.dependent_launch import wait_for_previous
 from longrecall.ops.kernels.launch import arithmetic, block, kernel, processors, product, product_block, softmax_step
 
 WIDEST_HEAD, MOST_HEADS = 256, 128
-"""Width of a head; query heads of one key head, which share a program."""
+"""The widest head, and the most query heads per key head: they share a program."""
 
 PROGRAMS = 2
-"""Programs for each multiprocessor, as far as there are keys for them."""
+"""Programs per multiprocessor, if there are enough keys for them."""
 
 MOST_SPLITS = 128
-"""Parts of a cache: one program merges them."""
+"""The most parts of a cache: one program merges them."""
 
 
 class Cache(NamedTuple):
-    """A layer's cache of `room` columns, written round and round."""
+    """A layer's cache of `room` columns. After the last column the first one is written again."""
 
     key: Tensor
     """``[B, room, G, P]``, rotated."""
@@ -37,7 +36,7 @@ class Cache(NamedTuple):
     places: Tensor
     """int64 ``[B, room]``: the position of the token in each column; -1 = padding, or nothing yet."""
     offset: Tensor
-    """int64 ``[1]``: the column of row 0's token at position p is p + offset, and that of all rows' newest."""
+    """int64 ``[1]``: row 0's token at position p is in column p + offset. All rows write the newest to one column."""
 
 
 class QueryKeyNorm(NamedTuple):
@@ -54,13 +53,13 @@ class QueryKeyNorm(NamedTuple):
 
 @triton.jit
 def _rotation(frequency, magnitude, at, d, ROTATED: tl.constexpr):
-    """Cosine, signed sine and the channel to turn with, ``[BD]`` each; channels from ROTATED on stay as they are."""
+    """Cosine, signed sine and partner of each channel ``[BD]``; channels from ROTATED on are not rotated."""
     partner = tl.where(d < ROTATED // 2, d + ROTATED // 2, tl.where(d < ROTATED, d - ROTATED // 2, d))
     cosine, sine = tl.full(d.shape, 1.0, tl.float32), tl.zeros(d.shape, tl.float32)
     if ROTATED:
         HALF: tl.constexpr = ROTATED // 2
         angle = at.to(tl.float64) * tl.load(frequency + d % HALF, mask=d < ROTATED, other=0.0)
-        # Turns are taken off in float64; what is left is small enough for float32.
+        # Whole turns are subtracted in float64; the rest is small enough for float32.
         turn: tl.constexpr = 6.283185307179586
         angle = (angle - tl.floor(angle / turn) * turn).to(tl.float32)
         cosine = tl.where(d < ROTATED, tl.cos(angle) * magnitude, 1.0)
@@ -167,7 +166,7 @@ def _attend_kernel(
     new_value = tl.load(v + b * v_row + g * D + d, mask=channel, other=0.0)
     first = split * tl.cdiv(tl.cdiv(used, SPLITS), BN) * BN
     last = tl.minimum(used, first + tl.cdiv(tl.cdiv(used, SPLITS), BN) * BN)
-    # The newest token's column is not read: one part begins with what is written there.
+    # The column of the newest token is not read: the part that writes it begins with these numbers.
     writes = (newest >= first) & (newest < last)
     logit = _capped(tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale, cap, CAPPED)
     largest = tl.where(writes, logit, float("-inf"))
@@ -212,7 +211,7 @@ def _merge_kernel(
     H: tl.constexpr, SPLITS: tl.constexpr, BS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, GATED: tl.constexpr,
     EARLY: tl.constexpr = 0,
 ):  # fmt: skip
-    """One head of one row: the mean of its parts ``[SPLITS, D]``, weighed by the softmax of their sums' logarithms."""
+    """One head of one row: the mean of its parts ``[SPLITS, D]``, weighted by the softmax of their sums' logarithms."""
     wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     split, d = tl.arange(0, BS), tl.program_id(1) * BD + tl.arange(0, BD)
@@ -227,7 +226,7 @@ def _merge_kernel(
 
 
 class _Plan(NamedTuple):
-    """Parts of the keys, keys and channels of a block, blocks under way at once, warps of a program."""
+    """Parts of the keys, keys and channels of a block, blocks that are loaded at a time, and warps of a program."""
 
     splits: int
     keys: int
@@ -242,7 +241,7 @@ def _plan(heads: int, room: int, width: int, dtype: torch.dtype, processors: int
     columns = product_block(width, WIDEST_HEAD, dtype)
     keys = max(64 if narrow else 32, min(128, (8192 if narrow else 4096) // columns))
     splits = min(max(1, PROGRAMS * processors // heads), triton.cdiv(room, keys), MOST_SPLITS)
-    # As many as leave shared memory for a second program on a multiprocessor.
+    # As many as leave shared memory for a second program per multiprocessor.
     stages = 1 if not narrow else 3 if keys * columns <= 8192 else 2
     return _Plan(splits, keys, columns, stages, 4)
 

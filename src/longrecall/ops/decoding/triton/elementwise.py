@@ -1,7 +1,7 @@
 """Kernels of one decoding step: everything between the matrix products of a layer, for one token of every sequence.
 
-They write states in place. Only a generation loop that owns its buffers may call them (inference/step.py); everywhere
-else a state is a value. Numbers are rounded to the model's dtype at the same places as in the layers themselves.
+They write states in place, so only a decoding step that owns its buffers may call them (inference/step.py); everywhere
+else a state is never changed. Numbers are rounded to the model's dtype at the same places as in the layers.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _taps(
     wait_if_prefetching(EARLY)
     newest = tl.load(x + row * x_row + column, mask=inside, other=0.0)
     total = last * newest.to(tl.float32) + total
-    # No thread writes where another has yet to read, whichever numbers each of them loads and stores.
+    # All threads must have read before one writes: a thread may store numbers that another one loads.
     tl.debug_barrier()
     for tap in tl.static_range(W - 2):
         past = tl.load(history + (tap + 1) * channels, mask=inside, other=0.0)
@@ -196,7 +196,7 @@ def _gated_norm_kernel(
 
 @dataclass(frozen=True)
 class Sum:
-    """Which parts of the recurrence's output ``[B, H, V]`` add up to one normed group, in steps of single numbers."""
+    """Which parts of the recurrence's output ``[B, H, V]`` add up to a group of the norm; steps count numbers."""
 
     terms: int = 1
     row_a: int = 0
@@ -221,8 +221,8 @@ def gated_norm(
 ) -> Tensor:
     """Sum, RMS norm of every group and silu gate: o float32 ``[B, H, V]`` -> ``[B, groups * width]`` in `dtype`.
 
-    `norm` ``[width]`` serves every group, ``[groups * width]`` each its own; None = no norm.
-    `gate` ``[B, groups * width]`` multiplies the normed sum, or with `gate_first` the sum (Mamba-2).
+    `norm`: ``[width]`` is one weight for all groups, ``[groups * width]`` one for each; None = no norm. `gate`
+    ``[B, groups * width]`` multiplies the normed sum or, with `gate_first`, the sum before the norm (Mamba-2).
     """
     batch = o.shape[0]
     numbers = o[0].numel() if parts.terms == 1 else o[0].numel() // parts.terms

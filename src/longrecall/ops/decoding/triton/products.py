@@ -1,8 +1,8 @@
 """Matrix products for a handful of rows: norm, several weights and the residual addition in one launch each.
 
-At batch 1 a decoding step is bound by the number of launches and by reading every weight once. A library product is one
-launch per weight; here a layer's input projections are one, and the norm before them is formed where it is needed. What
-a program holds of a weight is asked for while the kernel before is still at work (see ops/kernels/dependent_launch.py).
+At batch 1 the time of a decoding step goes into launches and into reading every weight once. A library takes one launch
+per weight. Here one launch computes all input projections of a layer, and every program computes the norm before them
+itself. A program begins to load its weight while the kernel before is still running (ops/kernels/dependent_launch.py).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from longrecall.ops.kernels.dependent_launch import wait_if_prefetching, wait_un
 from longrecall.ops.kernels.launch import kernel
 
 MOST_PARTS = 9
-"""The six of a gated delta layer and the three of retrieval around it."""
+"""The most weights of a launch: six of a gated delta layer and three of retrieval around it."""
 _ROWS = 8
-"""Weight rows of one program at most."""
+"""The most weight rows of a program."""
 _COLUMNS = 4096
-"""Columns of them at once at most."""
+"""The most columns of a weight that a program loads at a time."""
 _TILE = 16384
-"""Bytes of a weight that a program holds at once: an eighth of what its threads can hold in registers."""
+"""Bytes of a weight that a program loads at a time: an eighth of the registers of its threads."""
 
 
 def _tile(weight: Tensor, most: int = _ROWS) -> tuple[int, int]:
@@ -48,7 +48,7 @@ def weight_part(w, n, count, first, size, BD: tl.constexpr):
 
 @triton.jit
 def _normed_scale(part, x, size, eps, BD: tl.constexpr):
-    """`part` is the beginning of x."""
+    """1 / rms of x ``[size]``; `part` is the first block of x."""
     squares = part * part
     for first in range(BD, size, BD):
         more = vector_part(x, first, size, BD)
@@ -60,9 +60,9 @@ def _normed_scale(part, x, size, eps, BD: tl.constexpr):
 def product_of(
     held, part, x, norm, norm_part, offset, scale, w, n, count, size, NORM: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """Rows `n` of w ``[count, size]``, which `held` begins, times x ``[size]``, which `part` begins, normed or not.
+    """Rows `n` of w ``[count, size]`` times x ``[size]``, normed or not; `held` and `part` are their first columns.
 
-    `norm_part` is the beginning of `norm` with the offset added.
+    `norm_part`: the first columns of `norm`, with the offset added.
     """
     kind = held.dtype
     if NORM:
@@ -85,7 +85,7 @@ def small_product(x, w, n, count, size, BD: tl.constexpr):
 
 @triton.jit
 def _or_next(w, count, begun, place, next_w, next_count, block, BN: tl.constexpr):
-    """The weight, its rows, and the first block and column of its output; those of the next one past its blocks."""
+    """A weight, its rows, and the first block and column of its output; those of the next weight past its blocks."""
     later = begun + tl.cdiv(count, BN)
     there = block >= later
     return (
@@ -102,7 +102,7 @@ def _project_kernel(
     row = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0)
     x += row * size
-    # Chosen here, so that one product is compiled and not one for every weight.
+    # The weight is chosen here, so that one product is compiled and not one per weight.
     w, count, begun, place = w0, n0, 0, 0
     if PARTS > 1:
         w, count, begun, place = _or_next(w, count, begun, place, w1, n1, block, BN)
@@ -205,7 +205,7 @@ def _add_product_kernel(
 def add_product(x: Tensor, weight: Tensor, stream: Tensor) -> None:
     """stream ``[B, d]`` += weight ``[d, n]`` x ``[B, n]``, in place."""
     count, size = weight.shape
-    # Fewer rows a program than above: this product has d rows only, and every multiprocessor should have some.
+    # Fewer rows per program than above: this product has only d rows, and every multiprocessor should have some.
     rows, columns = _tile(weight, _ROWS // 2)
     grid = (triton.cdiv(count, rows), x.shape[0])
     _add_product_kernel[grid](x, x.stride(0), weight, stream, size, count, BN=rows, BD=columns, num_warps=4)

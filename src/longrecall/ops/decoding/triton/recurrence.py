@@ -1,7 +1,7 @@
 """The recurrences of one decoding step: every head's state read, decayed, written to and read out, in place.
 
-At batch 64 and more a step costs what it takes to read and write the states, so a program holds one tile of a state,
-goes over it once, and knows all sizes when it is compiled.
+At batch 64 and more a step takes as long as to read and write the states. So a program loads one tile of a state, uses
+it for everything, and stores it. All sizes are constants of the compiled kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from longrecall.ops.kernels.dependent_launch import wait_for_previous, wait_if_p
 from longrecall.ops.kernels.launch import interpreting, kernel, processors, why_not_tensors
 
 GATES = {None: 0, "fixed": 1, "delta": 2, "channel": 3, "step": 4}
-"""How the log decay forms: not at all; given per head; -exp(A) softplus(a + b); log sigmoid per channel; Mamba-2's."""
+"""Kinds of log decay: none; given per head; -exp(A) softplus(a + b); log sigmoid per channel; Mamba-2's."""
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -42,7 +42,7 @@ def _exp(x):
 
 @triton.jit
 def _softplus(x):
-    """max(x, 0) + log(1 + e), e = exp(-|x|): log(1 + e) / e is a polynomial, right to 3e-8 also where e is small."""
+    """max(x, 0) + log(1 + e), e = exp(-|x|). A polynomial gives log(1 + e) / e with an error of at most 3e-8."""
     e = _exp(-tl.abs(x))
     p = e * 5.23250307e-3 - 2.95044725e-2
     p = p * e + 7.82247039e-2
@@ -72,7 +72,7 @@ def _three_sums(a, b, c, d, e, f):
 
 @triton.jit
 def _decay(raw, bias, A_log, low, high, GATE: tl.constexpr):
-    """The decay of a head and, for Mamba-2, the step that its values are multiplied by."""
+    """The decay of a head and, for Mamba-2, the time step that multiplies its values."""
     if GATE == 1:
         decay = _exp(raw.to(tl.float32))
         step = 1.0
@@ -86,7 +86,7 @@ def _decay(raw, bias, A_log, low, high, GATE: tl.constexpr):
 
 @triton.jit
 def _log2(x, FAST: tl.constexpr):
-    """FAST: one instruction, off by 2^-22 at most where x is 1 to 2."""
+    """log2(x). FAST: one instruction, with an error of at most 2^-22 for x from 1 to 2."""
     if FAST:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -97,16 +97,16 @@ def _log2(x, FAST: tl.constexpr):
 
 @triton.jit
 def _channel_decay(rate, divisor, FAST: tl.constexpr):
-    """As powers of two: every thread forms the decays of all keys that it holds."""
+    """The decay per channel as a power of two. Every thread computes the decays of all keys that it holds."""
     x = rate.to(tl.float32) * -LOG2E
     return tl.exp2((tl.maximum(x, 0.0) + _log2(1.0 + tl.exp2(-tl.abs(x)), FAST)) * (-1.0 / divisor))
 
 
 @triton.jit
 def _wide(raw, PAIRS: tl.constexpr, ONCE: tl.constexpr):
-    """float32 of a tile; PAIRS: bfloat16, two in a register, each taken out by one instruction.
+    """A tile in float32. PAIRS: it is bfloat16, two in a register, and one instruction extracts each.
 
-    ONCE: or the tile is wanted twice, and is not to be held in twice the registers in between.
+    ONCE: the tile is used once. If it is used twice it is converted twice, to save the registers in between.
     """
     if PAIRS:
         return tl.inline_asm_elementwise(
@@ -122,15 +122,15 @@ def _delta_rule(
     raw, q, k, rate, value, decay, strength, divisor, eps,
     GATE: tl.constexpr, NORMALISE: tl.constexpr, PAIRS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile with all keys of a head: the new one, and what the query reads from it."""
+    """A tile with all keys of a head -> the new tile, and what the query reads from it."""
     key = k.to(tl.float32)
     query = q.to(tl.float32)
     squares, key_squares, both = tl.reduce((query * query, key * key, query * key), 0, _three_sums)
-    # A tile's sums are scaled, not the keys, of which every thread holds many.
+    # The sums of the tile are scaled, not the keys: every thread holds many keys.
     query_scale, key_scale = 1.0, 1.0
     if NORMALISE:
         query_scale, key_scale = tl.rsqrt(squares + eps), tl.rsqrt(key_squares + eps)
-    # Both sums over the old state, side by side: q S' = q S + (q k) written needs no second pass.
+    # Both sums use the old state: q S' = q S + (q k) written, so no second pass over it is needed.
     S = _wide(raw, PAIRS, False)
     if GATE == 3:
         fade = _channel_decay(rate, divisor, FAST)
@@ -159,7 +159,7 @@ def _gated_rule(
 
 @triton.jit
 def _tile_at(state, first, values, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr):
-    """Places of BK keys from `first` on of one head's state, and which of them there are."""
+    """Pointers to BK keys from `first` on of one head's state, and a mask of those that exist."""
     keys = first + tl.arange(0, BK)[:, None]
     return state + keys * V + values[None, :], (keys < K) & (values < V)[None, :]
 
@@ -176,8 +176,8 @@ def _recurrence_kernel(
 ):  # fmt: skip
     """A block of values of one head's state; neighbouring programs have neighbouring blocks.
 
-    PREFETCH: there are few programs, and each may ask for its tile of the state before it waits. Many programs have
-    enough loads under way without.
+    PREFETCH: for few programs; each may load its tile of the state before it waits for the kernel before. Many programs
+    have enough loads under way without it.
     """
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     REPEATS: tl.constexpr = HEADS // KEY_HEADS
@@ -185,14 +185,14 @@ def _recurrence_kernel(
     row = (place // HEADS).to(tl.int64)
     head = place % HEADS
     key_head = head // REPEATS
-    # State heads: key head, then subhead, then value head of that key head; subheads share the values.
+    # State heads are ordered by key head, then subhead, then value head of that key head. Subheads share the values.
     value_head = ((head // (SHARE * REPEATS)) * REPEATS + head % REPEATS) % VALUE_HEADS
     values = (tl.program_id(0) % BLOCKS) * BV + tl.arange(0, BV)
     in_values = values < V
     state += (row * HEADS + head) * K * V
     q, k = q + row * q_row + key_head * K, k + row * k_row + key_head * K
     channels = gate + row * gate_row + key_head * K
-    # A tile of one number has no pair.
+    # A tile of one number holds no pair.
     PAIRS: tl.constexpr = FAST and state.dtype.element_ty == tl.bfloat16 and BK * BV > 1
     if PREFETCH:
         wait_unless_prefetching(EARLY)
@@ -218,7 +218,7 @@ def _recurrence_kernel(
         key = tl.load(k + keys, mask=in_keys, other=0.0)
         query = tl.load(q + keys, mask=in_keys, other=0.0)
         rates = tl.load(channels + keys, mask=in_keys, other=0.0) if GATE == 3 else rate
-        # Else what comes first of the small ones is waited for before the rest is asked for.
+        # Without this barrier a thread would wait for the first small load before it starts the others.
         tl.debug_barrier()
         new = value.to(tl.float32)
         decay, step = 1.0, 1.0
@@ -240,7 +240,7 @@ def _recurrence_kernel(
 def _tile(K: int, V: int, *, delta: bool, few: bool) -> tuple[int, int, int]:
     """Keys and values of one program, and its warps.
 
-    The delta rule needs all keys at once. `few` programs hide no load behind others: they are narrow.
+    The delta rule needs all keys at a time. With `few` programs no other work hides a load, so their tiles are narrow.
 
     Measured on an H200 (benchmarks/gpu_decoding.py).
     """
@@ -254,7 +254,7 @@ def _tile(K: int, V: int, *, delta: bool, few: bool) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Gate:
-    """What forms the decay of a step: its kind (see GATES), the raw projection and its parameters."""
+    """The inputs of a step's decay: its kind (see GATES), the raw projection and its parameters."""
 
     kind: str | None
     raw: Tensor | None = None
@@ -286,9 +286,10 @@ def recurrence(
     """One step of gated linear attention or of the gated delta rule; `state` ``[B, H, K, V]`` is updated in place.
 
     q, k ``[B, G * K]`` of G `key_heads`, v ``[B, Hv * V]`` of Hv `value_heads`; `share` subheads E of a head write the
-    same values (H = Hv * E; merged heads: Hv = 1). `beta` ``[B, H]`` before its sigmoid makes it the delta rule;
-    its option `normalise` divides q and k by their L2 norm. `skip` ``[H]`` adds D * v. `tile`: keys and values that
-    one program of the plain kernel holds, and its warps; None chooses, also the kernel. Returns float32 ``[B, H, V]``.
+    same values (H = Hv * E; merged heads: Hv = 1). With `beta` ``[B, H]``, before its sigmoid, it is the delta rule;
+    `normalise` then divides q and k by their L2 norm. `skip` ``[H]`` adds D * v. `tile`: keys and values of a program
+    of the Triton kernel, and its warps; None chooses them, and between this kernel and the one for Hopper. Returns
+    float32 ``[B, H, V]``.
     """
     batch, heads, K, V = state.shape
     out = torch.empty(batch, heads, V, device=state.device, dtype=torch.float32)

@@ -1,7 +1,7 @@
 """Kernels of one decoding step with retrieval: the choice of chunks, attention to their tokens, the blend.
 
-Token ids ``[B, room]``, chunk vectors and the number of tokens read so far ``[B]`` are on the device, so the launches
-are the same for every token and can be captured in a CUDA graph.
+Token ids ``[B, room]``, chunk vectors and the number of tokens read so far ``[B]`` are stored on the GPU. So the
+launches are the same for every token and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from longrecall.ops.kernels.dependent_launch import wait_for_previous
 from longrecall.ops.kernels.launch import arithmetic, block, kernel, product, product_block, softmax_step
 
 SPANS = ((1024, 64, 64), (1 << 62, 256, 64))
-"""Up to so many chunks: those among which one program chooses, and those that it looks at together."""
+"""For up to so many chunks: the chunks among which a program chooses, and how many it compares at a time."""
 
 READ_AT_ONCE = 256
-"""Tokens of the chosen chunks whose keys and values are fetched together, at most."""
+"""The most tokens of the chosen chunks whose keys and values are loaded at a time."""
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _chunk_vector(
     table, tokens, read, weight, vectors, b, room, chunks, size, eps,
     E: tl.constexpr, U: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Where `read` tokens end a chunk, its vector. Chunks past the room for whole ones have no place."""
+    """Store the vector of the chunk that ends after `read` tokens, if one does and there is a place for it."""
     if (read % U == 0) & (read // U <= chunks):
         d, e, line = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BL)
         kind = vectors.dtype.element_ty
@@ -57,7 +57,7 @@ def _chunk_vector(
 
 @triton.jit
 def _merged(best, index, found, number, slot, n, BC: tl.constexpr):
-    """The best of a descending list `best` of chunks `index` and of a block `found` of later ones, by their ranks."""
+    """Merge a descending list `best` of chunks `index` with a block `found` of later chunks: the best of both."""
     ahead = (found[:, None] > found[None, :]) | ((found[:, None] == found[None, :]) & (n[:, None] < n[None, :]))
     older = best[:, None] >= found[None, :]
     rank = tl.sum(ahead.to(tl.int32), 0) + tl.sum(older.to(tl.int32), 0)
@@ -80,7 +80,7 @@ def _choose_kernel(
     b = tl.program_id(0).to(tl.int64)
     at = tl.load(position + b)
     if tl.program_id(1) == 0:
-        # It ends before the next token only: the programs beside this one do not read it.
+        # This chunk may be read from the next token on, so no other program of this launch reads its vector.
         _chunk_vector(table, tokens, at + 1, weight, vectors, b, room, chunks, size, eps, E, U, BE, BD, BL)
     else:
         part = tl.program_id(1) - 1
@@ -101,16 +101,16 @@ def _choose_kernel(
 
 
 class Choice(NamedTuple):
-    """The best chunks of every span of chunks, each list in descending order, before they are merged."""
+    """The best chunks of every span of chunks: one list per span, in descending order, not yet merged."""
 
     scores: Tensor
     """Products with the query, float32 ``[B, spans, slots]``."""
     numbers: Tensor
-    """The chunks, int32 of the same shape; -1 = none. Spans in which no chunk has ended are unspecified."""
+    """The chunks, int32 of the same shape; -1 = none. Lists of spans in which no chunk has ended are not written."""
     span: int
     """Chunks of a span."""
     candidates: int
-    """Slots of a list that count, and of all lists together."""
+    """Slots that are used of every list, and of the merged list."""
 
 
 def choose(
@@ -126,9 +126,9 @@ def choose(
 ) -> Choice:
     """The best of the chunks that end before the token at `position` ``[B]``, and the vector of its own chunk.
 
-    Where that token is the last of a chunk, the chunk's vector goes into `vectors` ``[B, N, E]``. `table`
-    ``[vocab, d]``, `tokens` int32 ``[B, room]``, `weight` ``[E, d]`` the encoder's, `queries` ``[B, E]`` of any norm.
-    A program for every span of chunks, as far as chunks have ended.
+    If that token is the last of a chunk, the vector of the chunk is stored in `vectors` ``[B, N, E]``. `table`
+    ``[vocab, d]``: embeddings. `tokens`: int32 ``[B, room]``. `weight` ``[E, d]``: the encoder's. `queries` ``[B, E]``
+    have any norm. There is a program for every span of chunks; those of spans without an ended chunk do nothing.
     """
     rows, (chunks, width), size = tokens.shape[0], vectors.shape[1:], table.shape[1]
     candidates = min(candidates, chunks)
@@ -148,12 +148,12 @@ def choose(
 
 @triton.jit
 def _ranks(scores, score, m, used, C: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BO: tl.constexpr):
-    """The place of every candidate `score` ``[BP]`` among those of the first `used` lists in `scores`."""
+    """The rank of every candidate `score` ``[BP]`` among the candidates of the first `used` lists in `scores`."""
     rank = tl.zeros([BP], tl.int32)
     for first in range(0, used * BC, BO):
         o = first + tl.arange(0, BO)
         other = tl.load(scores + o, mask=(o < used * BC) & (o % BC < C), other=float("-inf"))
-        # Earlier lists hold earlier chunks; of equal scores those come first.
+        # Earlier lists hold earlier chunks, which come first among equal scores.
         ahead = (other[None, :] > score[:, None]) | ((other[None, :] == score[:, None]) & (o[None, :] < m[:, None]))
         rank += tl.sum(ahead.to(tl.int32), 1)
     return rank
@@ -225,7 +225,7 @@ def _read_kernel(
         largest, total, mixed = softmax_step(logits, value, largest, total, mixed, DOT, UPCAST, PRECISION)
     mixed /= tl.where(total == 0, 1.0, total)[:, None]
     kind = out.dtype.element_ty
-    # Rounded where the layer rounds.
+    # Rounded at the same place as in the layer.
     mixed = mixed.to(kind).to(tl.float32) * share
     tl.store(out + (b * H + head[:, None]) * D + d[None, :], mixed.to(kind), mask=own[:, None] & channel)
 
@@ -244,10 +244,10 @@ def read(
 ) -> Tensor:
     """What each row reads of the `count` best chunks of a choice among `chunks` at most: ``[B, H * P]``.
 
-    q ``[B, H * P]``, `queries` ``[B, E]`` those of the choice, `tokens` int32 ``[B, room]``. `memory`
-    ``[vocab, 2, G, P]``: key and value of every token id. With a `temperature` ``[1]`` (its logarithm) the chunks'
-    scores are logits too, a null chunk competes with them, and the result is multiplied by the chosen ones' share of
-    all candidates, as in `layers.retrieval.Retrieval`. 0 where no chunk has ended.
+    q ``[B, H * P]``; `queries` ``[B, E]``: those of the choice; `tokens` int32 ``[B, room]``; `memory`
+    ``[vocab, 2, G, P]``: key and value of every token id. With a `temperature` ``[1]`` (its logarithm) the scores of
+    the chunks are logits too, and a null chunk competes with them. The result is then multiplied by the share of the
+    chosen chunks among all candidates, as in `layers.retrieval.Retrieval`. It is 0 where no chunk has ended.
     """
     rows, (_, _, groups, width), (spans, slots) = q.shape[0], memory.shape, choice.scores.shape[1:]
     heads = q.shape[1] // width
@@ -312,9 +312,9 @@ def blend(
 ) -> Tensor:
     """alpha * y + (1 - alpha) * share * found ``[B, d]`` for rows that have read a whole chunk, y for the others.
 
-    `position` ``[B]``: tokens read before that of the row; a number: rows are those of texts of that length, one after
-    the other. `share` ``[B]``; None = 1. alpha is `bias` ``[d]`` or, without one, the number, plus `part` ``[B, d]``,
-    where there is one.
+    `position` ``[B]``: tokens read before the token of each row. If it is a number, the rows are the tokens of texts of
+    that length, one text after the other. `share` ``[B]``; None = 1. alpha is `bias` ``[d]`` or, without a bias, the
+    given number; `part` ``[B, d]`` is added to it, if there is one.
     """
     rows, size = y.shape
     out = y.new_empty((rows, size))
@@ -364,7 +364,7 @@ def add_blended_products(
 ) -> None:
     """stream ``[B, d]`` += `blend` of two products, in place, for a handful of rows.
 
-    `y` and `found` are each an input ``[B, n]`` and a weight ``[d, n]``, for n of their own; the rest as in `blend`.
+    `y` and `found` are pairs of an input ``[B, n]`` and a weight ``[d, n]``; n may differ. All else is as in `blend`.
     """
     (rows, size), like = stream.shape, y[0]
     read = found[0].contiguous()

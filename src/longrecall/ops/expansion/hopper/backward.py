@@ -192,8 +192,7 @@ def backward_kernel(
     k = scaled_taps(taps, channel + gl.zeros_like(start)[:, None], P)
     norms = norm_places(norms, B, T, segments, chunks, SUBHEADS, P)
 
-    # The tokens after the last tile: the gradients of its inputs depend on them. Tiles of inputs begin 3 tokens
-    # earlier.
+    # The tokens after the last tile: gradients in it depend on them. Tiles of inputs begin 3 tokens earlier.
     fetch(d_tiles.index(1), d_heads, texts, t, length, T, SIZE)
     fetch(y_tile, source, texts, t, length - 3, T, HEADS * D)
     form(y_tile, w, z_tile, Z, D)

@@ -14,7 +14,7 @@ import triton.language as tl
 from longrecall.ops.kernels.launch import interpreting, kernel
 
 TOKENS = tl.constexpr(8)
-"""Tokens of a stream that are worked on together."""
+"""Tokens of a stream that are computed at a time."""
 
 INTERPRETED = tl.constexpr(interpreting())
 

@@ -1,4 +1,4 @@
-r"""Backward kernels of chunked gated linear attention; shapes and letters as in linear_forward.py.
+r"""Backward kernels of chunked gated linear attention; shapes and letters as in forward.py.
 
 With :math:`D` the gradient of the state after a chunk, :math:`S` the state before it and :math:`W_{ij}` the gradient of
 the scores times the scores, the gradient of the log decay of token t of the chunk is
@@ -6,8 +6,8 @@ the scores times the scores, the gradient of the log decay of token t of the chu
 .. math:: \sum_{i \ge t} q_i \cdot dq_i^{inter} + \sum_{i \ge t > j} W_{ij} + \sum_{j < t} k_j \cdot dk_j^{inter}
           + e^{G_C} \langle S, D \rangle
 
-(for a decay per channel: channel by channel). Every token's own score is left out of W, and sums stay inside a chunk:
-over the whole sequence the same gradient is a small difference of large sums.
+(for a decay per channel: channel by channel). W leaves out the score of every token with itself, and the sums stay
+inside a chunk. Over the whole sequence the same gradient would be a small difference of large sums.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def values_kernel(
             D = tl.load(gradients + tile, mask=(kk < K)[:, None] & (vv < V)[None, :], other=0.0)
             part = product(keys, D, part, DOT, UPCAST, PRECISION)
         if MODE == 1:
-            # What all channels of a key head share is multiplied once, after the product.
+            # A decay that all channels of a key head share is multiplied once, after the product.
             g, last = chunk_decay(G + b * N * C * W, dh, dh, at, vv, vv < V, K, W, C, MODE)
             part *= tl.exp(last - g)
             if MERGED:
@@ -125,9 +125,9 @@ def score_gradients_kernel(
     C: tl.constexpr, BV: tl.constexpr, WHOLE: tl.constexpr, MODE: tl.constexpr, MERGED: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dA of a key head's scores, from every value head that reads it; with what dg (MODE 1) sums of it, and dM.
+    """dA of a key head's scores from every value head that reads it, its parts of dg (MODE 1), and dM.
 
-    WHOLE: one tile holds all values of a head; without a loop inside, the loop over heads has loads on their way.
+    WHOLE: one tile holds all values of a head. Without an inner loop, the loop over heads loads the next head early.
     """
     place = tl.program_id(0).to(tl.int64)
     b, n, hk = place // (N * Hk), (place // Hk) % N, place % Hk
@@ -167,10 +167,11 @@ def channel_gradients_kernel(
     q, k, G, dA, dq, dk, T, N, Hk, K, C: tl.constexpr, SUB: tl.constexpr, BK: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk's scores give dq and dk of SUB of its tokens, without each token's own; decay per channel.
+    """The part of dq and dk that comes from a chunk's scores, for SUB of its tokens; decay per channel.
 
-    Other sub-blocks come by a product, earlier keys measured from the decay before these rows, later queries from the
-    decay at the last of them; inside the sub-block row by row. dq and dk are float32 ``[B, N * C, Hk, K]``.
+    A token's score with itself is left out. Scores with other sub-blocks are products: the decay of earlier keys is
+    measured from the token before these rows, that of later queries from the last row. Inside the sub-block they are
+    computed row by row. dq and dk are float32 ``[B, N * C, Hk, K]``.
     """
     place = tl.program_id(0).to(tl.int64)
     blocks = C // SUB
@@ -191,7 +192,7 @@ def channel_gradients_kernel(
     g_others = tl.load(G + theirs, mask=inside[None, :], other=0.0)
     before = (all_rows < sub * SUB) & (others < T)
     after = (all_rows >= (sub + 1) * SUB) & (others < T)
-    # Before the first sub-block the cumulative decay is 0.
+    # The cumulative log decay before the first sub-block is 0.
     reference = tl.load(G + ((first - 1) * Hk + hk) * K + kk, mask=kk < tl.where(sub > 0, K, 0), other=0.0)[None, :]
     there = before[:, None] & inside[None, :]
     keys = tl.load(k + b * T * Hk * K + theirs, mask=there, other=0.0).to(tl.float32)
@@ -226,7 +227,7 @@ def _through_states(
     part_q, part_k, part_s, do, v, states, gradients, b, rows, hk, hv, kk, vv, T, Hv, K, V, MERGED: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """With columns vv of a state added: do S^T, v D^T and, row by row, <S, D>."""
+    """Add the parts of columns vv of a state to do S^T, v D^T and, row by row, <S, D>."""
     dy, values = _value_tiles(do, v, b, rows, hv, vv, T, Hv, V)
     tile = state_offsets(hk, hv, kk, vv, K, V, Hv, MERGED)
     there = (kk < K)[:, None] & (vv < V)[None, :]
@@ -243,7 +244,7 @@ def from_states(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WHOLE: tl.constexpr, MODE: tl.constexpr, MERGED: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk through the states and, channel by channel, <S, D>; stores what dg (MODE 1) and dM sum up."""
+    """dq, dk through the states and, channel by channel, <S, D>; stores the terms of dg (MODE 1) and dM."""
     rows = at + tl.arange(0, C)
     total_q, total_k = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
     total_s = tl.zeros([BK], tl.float32)
@@ -275,7 +276,8 @@ def from_states(
             tl.store(dM + ((mine * N + n) * Hk + hk) * Hv + hv, mixed)
             part_q *= tl.load(M + hk * Hv + hv)
         if MODE == 1:
-            # Sums over the chunk's tokens would hold up all warps once a head: `decay_gradients_kernel` takes them.
+            # Sums over the chunk's tokens would make all warps wait once per head: `decay_gradients_kernel` computes
+            # them.
             to_keys = dg + tl.cdiv(K, BK) * B * N * C * P
             tl.store(dg + (mine * N * C + rows) * P + pair, tl.sum(x.to(tl.float32) * part_q, 1))
             tl.store(to_keys + (mine * N * C + rows) * P + pair, tl.sum(y.to(tl.float32) * part_k, 1))
@@ -335,9 +337,9 @@ def decay_gradients_kernel(
     decay, G, dg, ds, inner, d_decay, floor, B, T, N, P, W, parts, EACH: tl.constexpr,
     C: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a log decay per head from what `keys_kernel` and `score_gradients_kernel` left to sum up.
+    """The gradient of a log decay per head: sums of the terms that `keys_kernel` and `score_gradients_kernel` stored.
 
-    dg ``[2, parts, B, N * C, P]``, ds ``[B, N, P]``, inner ``[B, N * C, P]``; each decay is that of EACH states.
+    dg ``[2, parts, B, N * C, P]``, ds ``[B, N, P]``, inner ``[B, N * C, P]``; EACH states share a decay.
     """
     place = tl.program_id(0).to(tl.int64)
     b, n = place // N, place % N

@@ -1,7 +1,7 @@
-"""The outputs of RWKV's linear attention from its reads: moved on by a token, plus the token itself by the bonus.
+"""The outputs of RWKV's linear attention: its reads shifted by one token, plus the token itself times the bonus.
 
-One pass over memory, forward and backward. The gradient of the bonus is a sum over tokens: every program adds up its
-own, and torch adds up the programs. No atomics: two runs agree to the bit.
+It is one pass over memory, forward and backward. The gradient of the bonus is a sum over tokens: every program adds up
+its own tokens, and torch adds up the programs. No atomics: two runs agree to the bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from longrecall.ops.norms.triton.rms_norm import WIDEST, programs, sizes
 
 @triton.jit
 def _load(x, rows, head, column, there, HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    """Tokens `rows` of one head of ``[N, HEADS, WIDTH]``, 0 where they are not there."""
+    """Tokens `rows` of one head of ``[N, HEADS, WIDTH]``, 0 outside of the tensor."""
     mask = there & (column < WIDTH)
     return tl.load(x + (rows * HEADS + head) * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
 
@@ -65,7 +65,7 @@ def bonus_backward_kernel(
         rows = (tile * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
         inside = rows < N
         d = _load(d_out, rows, head, value, inside, HEADS, VALUES)
-        # A read serves the token after it.
+        # A read is part of the output of the next token.
         after = _load(d_out, rows + 1, head, value, inside & (rows % T + 1 < T), HEADS, VALUES)
         _store(d_reads, after, rows, head, value, inside, HEADS, VALUES)
         _store(d_first, d, rows // T, head, value, inside & (rows % T == 0), HEADS, VALUES)
@@ -80,7 +80,7 @@ def bonus_backward_kernel(
 
 
 def why_not(reads: Tensor, first: Tensor, r: Tensor, k: Tensor, v: Tensor, bonus: Tensor) -> str | None:
-    """Why the kernels cannot put these together (see `add_bonus`), in words; None = they can."""
+    """Why the kernels cannot serve `add_bonus` for these tensors, in words; None = they can."""
     widest = max(r.shape[-1], v.shape[-1])
     if widest > WIDEST:
         return f"heads of {widest} channels are too wide; the kernels hold up to {WIDEST}"

@@ -2,11 +2,11 @@ r"""Chunked gated linear attention in Triton: one decay per channel, per head or
 
 The mathematics is that of ../chunked.py (Yang et al. 2024, section 4; Dao and Gu 2024, section 6). Merged heads
 (StateX, equation 4, with a mixing matrix M) are ordinary attention with wide keys: value head h' reads the keys of all
-heads side by side with the queries :math:`M_{hh'} q_h`. So nothing is repeated for the value heads: the scores of a
-chunk are taken once per key head and mixed, and states are walked block by block.
+heads side by side with the queries :math:`M_{hh'} q_h`. Nothing is repeated for the value heads: the scores of a chunk
+are computed once per key head and then mixed, and states are computed block by block.
 
-States between chunks wait in memory in the dtype of the products, which rounds nothing that a product would not round.
-They are made anew for the backward pass, a segment of the sequence at a time, so memory does not grow with T beyond
+States between chunks are stored in the dtype of the products, to which the products would round them anyway. The
+backward pass computes them again, a segment of the sequence at a time. So the only memory that grows with T is that of
 the inputs, the scores and one state per segment.
 """
 
@@ -28,7 +28,7 @@ from longrecall.ops.linear_attention.triton.plan import Plan, plan_of
 
 CHUNK = 64
 SUB_BLOCK = 16
-# Of one buffer of states between chunks: several thousand programs per launch on today's GPUs, little of their memory.
+# Bytes of a buffer of states between chunks: several thousand programs per launch, and little of a GPU's memory.
 SEGMENT_BYTES = 2**30
 FLOOR = STRONGEST_DECAY[torch.float32]
 
@@ -130,12 +130,12 @@ def _tiles(plan: Plan, constants: dict[str, Any]) -> int:
 
 
 def _operand(x: Tensor, numbers: Arithmetic) -> Tensor:
-    """What only products read, as they round it: the same numbers, half the traffic where float32 meets bfloat16."""
+    """An operand in the dtype to which products round it: the same results, and half the memory traffic in bfloat16."""
     return (x.to(numbers.dtype) if x.dtype.itemsize > numbers.dtype.itemsize else x).contiguous()
 
 
 def _decays(plan: Plan, q: Tensor, k: Tensor, log_decay: Tensor | None) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Cumulative log decays inside each chunk, float32 ``[B, N * C, W]``; queries and keys as states meet them."""
+    """Cumulative log decays inside each chunk, float32 ``[B, N * C, W]``; queries and keys for products with states."""
     if log_decay is None:
         return None, q, k
     decays = log_decay.new_empty(plan.batch, plan.chunks * plan.chunk, plan.decays, dtype=torch.float32)
@@ -253,12 +253,12 @@ def _backward(
 
 @dataclass(frozen=True)
 class _Parts:
-    """Gradients to which every block of key channels adds its share; blocks write side by side, in a fixed order."""
+    """Gradients that are sums over blocks of key channels. Each block writes its own part; their order is fixed."""
 
     decay: Tensor
-    """``[2, blocks, B, N * C, P]``: what queries and keys give a decay per head; for one per channel its gradient."""
+    """``[2, blocks, B, N * C, P]``: parts of a decay per head from queries and keys. Per channel: its gradient."""
     states: Tensor
-    """``[blocks, B, N, P, BK]``: what states give a decay per head; else unused."""
+    """``[blocks, B, N, P, BK]``: parts of the gradient of a decay per head from states; else unused."""
     mixing: Tensor
     """``[blocks, B, N, Hk, Hv]`` if merged, else unused."""
 
@@ -279,7 +279,7 @@ class _Parts:
         return _Parts(decay, states, mixing)
 
     def decay_gradient(self, plan: Plan, inner: Tensor, log_decay: Tensor | None, decays: Tensor) -> Tensor | None:
-        """Add up the shares; a decay that was taken as `FLOOR` gets none."""
+        """Add up the parts; where `FLOOR` replaced a stronger decay the gradient is 0."""
         if log_decay is None or plan.mode == 2:
             return None if log_decay is None else self.decay
         found, width = torch.empty_like(log_decay), block(plan.decays, 32)
@@ -294,7 +294,7 @@ class _Parts:
 def _score_gradients(
     plan: Plan, v: Tensor, d_out: Tensor, decays: Tensor, scores: Tensor, mixing: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the scores, ``[B, N * C, Hk, C]``; the scores' share of dg ``[B, N * C, P]`` and of dM."""
+    """Gradients of the scores, ``[B, N * C, Hk, C]``; the parts of dg ``[B, N * C, P]`` and of dM that scores give."""
     d_scores = torch.empty_like(scores, dtype=torch.float32)
     padded = plan.chunks * plan.chunk
     d_decay = d_mixing = d_scores
@@ -311,7 +311,7 @@ def _score_gradients(
 
 
 def _inner_gradients(plan: Plan, q: Tensor, k: Tensor, decays: Tensor, d_scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores' share of dq and dk for a decay per channel, float32 ``[B, N * C, Hk, K]``; else placeholders."""
+    """The parts of dq and dk from scores, float32 ``[B, N * C, Hk, K]``, for a decay per channel; else placeholders."""
     if plan.mode != 2:
         return q, k
     shape = (plan.batch, plan.chunks * plan.chunk, plan.key_heads, plan.key_width)

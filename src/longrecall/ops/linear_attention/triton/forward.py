@@ -1,11 +1,11 @@
-"""Forward kernels of chunked gated linear attention; linear_attention.py says what they compute together.
+"""Forward kernels of chunked gated linear attention; chunked.py says what they compute together.
 
 Shapes: q, k ``[B, T, Hk, K]``; v, o ``[B, T, Hv, V]``; cumulative decays G ``[B, N * C, W]`` in float32 with W = Hk * K
 (MODE 2, per channel) or the number of decaying heads (MODE 1), N chunks of C tokens; scores ``[B, N * C, Hk, C]``.
-With a decay per channel, states meet decayed queries q e^G and keys k e^(G_C - G), ``[B, N * C, Hk, K]`` in the dtype
-of the products, formed once; else they meet q and k themselves, and decays multiply products or values.
-A state pairs a key head with a value head: value head h with key head h // R, or (MERGED) every one with every other.
-Rows beyond T read as zeros, decays there as 0, so the last chunk needs no special case.
+With a decay per channel, states are multiplied with decayed queries q e^G and keys k e^(G_C - G), ``[B, N * C, Hk, K]``
+in the dtype of the products, computed once. Else they are multiplied with q and k, and decays scale products or values.
+A state pairs a key head with a value head: value head h with key head h // R, or (MERGED) each with every other.
+Rows past T are read as zeros and log decays there as 0, so the last chunk is no special case.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def pair_heads(p, Hv, R, MERGED: tl.constexpr):
 
 @triton.jit
 def blocks_of(place, K, V, BK: tl.constexpr, BV: tl.constexpr):
-    """Owner, key block and value block of a program: those of one owner, which read the same, lie together."""
+    """Owner, key block and value block of a program. Programs of one owner read the same: they are neighbours."""
     keys, values = tl.cdiv(K, BK), tl.cdiv(V, BV)
     return place // (keys * values), (place // values % keys).to(tl.int32), (place % values).to(tl.int32)
 
 
 @triton.jit
 def state_offsets(hk, hv, kk, vv, K, V, Hv, MERGED: tl.constexpr):
-    """Where the tile (kk, vv) of a state lies in ``[Hv, K, V]``, or ``[Hk, K, Hv * V]`` if MERGED."""
+    """Offsets of the tile (kk, vv) of a state in ``[Hv, K, V]``, or ``[Hk, K, Hv * V]`` if MERGED."""
     if MERGED:
         corner, row = (hk * K * Hv + hv) * V, Hv * V
     else:
@@ -71,7 +71,7 @@ def chunk_decay(G, hk, dh, at, kk, inside, K, W, C: tl.constexpr, MODE: tl.const
 
 @kernel
 def cumulative_kernel(decay, G, T, N, W, floor, C: tl.constexpr, BW: tl.constexpr):
-    """G = sums of the log decays, none taken stronger than `floor`, from the start of each chunk."""
+    """G: sums of the log decays from the start of each chunk; decays stronger than `floor` count as `floor`."""
     place = tl.program_id(0).to(tl.int64)
     b, n = place // N, place % N
     rows = n * C + tl.arange(0, C)
@@ -103,7 +103,7 @@ def decayed_kernel(
     keys = tl.load(k + tile, mask=there, other=0.0).to(tl.float32)
     tl.store(G + padded, g, mask=inside)
     tl.store(early + padded, (queries * tl.exp(g)).to(early.dtype.element_ty), mask=inside)
-    # The two sums round differently: the last key must not grow.
+    # The two sums round differently, but no key may grow.
     tl.store(late + padded, (keys * tl.exp(tl.minimum(total - g, 0.0))).to(late.dtype.element_ty), mask=inside)
 
 
@@ -138,8 +138,8 @@ def channel_scores_kernel(
 ):  # fmt: skip
     """A_ij = sum_d q_id k_jd e^(G_id - G_jd), j <= i, for SUB rows i of a chunk.
 
-    Keys before the sub-block are measured from the decay just before it, so no exponent is positive; inside it the sum
-    is taken column by column.
+    For keys before the sub-block, decays are measured from the token just before it, so no exponent is positive. Inside
+    it the sum is computed column by column.
     """
     place = tl.program_id(0).to(tl.int64)
     blocks = C // SUB
@@ -180,9 +180,9 @@ def channel_scores_kernel(
 
 @triton.jit
 def kept_by(G, at, b, hk, kk, N, K, W, C: tl.constexpr, MODE: tl.constexpr):
-    """What the chunk at row `at` keeps of a state, channel by channel: ``[BK, 1]`` (MODE 2), else all or `chunk_decay`.
+    """By how much the chunk at row `at` scales a state: ``[BK, 1]`` (MODE 2), else 1 or the total of `chunk_decay`.
 
-    Not for a product, so nothing has it on its way: read it well before it is used.
+    It is no operand of a product, so the compiler does not load it early: read it well before it is used.
     """
     if MODE == 2:
         kept = tl.exp(tl.load(G + (b * N * C + at + C - 1) * W + hk * K + kk, mask=kk < K, other=0.0))[:, None]
@@ -216,7 +216,7 @@ def ends_kernel(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr, MERGED: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What each segment but the last makes of a state before it: `kept` * state + `ends`; the rest as `states_kernel`.
+    """How each segment but the last changes the state before it: to `kept` * state + `ends`. Else as `states_kernel`.
 
     `kept` ``[B, segments - 1, P, K]``, `ends` ``[B, segments - 1, P, K, V]``, both float32.
     """
@@ -255,7 +255,7 @@ def states_kernel(
 ):  # fmt: skip
     """The state before each of `chunks` chunks from chunk `first` on, and after the last; S stays in registers.
 
-    A program walks one segment of them; what went before it is put together from `kept` and `ends`.
+    A program walks over one segment of these chunks. The state before the segment comes from `kept` and `ends`.
     """
     place, key_block, value_block = blocks_of(tl.program_id(0).to(tl.int64), K, V, BK, BV)
     segment, state = (place % segments).to(tl.int32), place // segments
@@ -285,7 +285,7 @@ def states_kernel(
 
 @triton.jit
 def mixed_scores(A, M, G, b, hk, hv, dh, at, N, Hk, Hv, W, C: tl.constexpr, MODE: tl.constexpr, MERGED: tl.constexpr):
-    """What key head hk adds to the scores of value head hv: ``[C, C]``, zero above the diagonal."""
+    """The part of the scores of value head hv that key head hk gives: ``[C, C]``, zero above the diagonal."""
     local = tl.arange(0, C)
     rows = b * N * C + at + local
     scores = tl.load(A + (rows[:, None] * Hk + hk) * C + local[None, :]).to(tl.float32)
@@ -326,13 +326,13 @@ def output_kernel(
             tile = state_offsets(hk, hv, kk, vv, K, V, Hv, MERGED)
             S = tl.load(states + tile, mask=(kk < K)[:, None] & (vv < V)[None, :], other=0.0)
             part = product(x, S, part, DOT, UPCAST, PRECISION)
-        # What all channels of a key head share is multiplied once, after the product.
+        # A decay that all channels of a key head share is multiplied once, after the product.
         if MODE == 1:
             part *= tl.exp(tl.load(G + (b * N * C + rows) * W + dh))[:, None]
         if MERGED:
             total += part * tl.load(M + hk * Hv + hv)
     if MERGED:
-        # After the states' products, whose sums leave these no registers.
+        # After the products with states: during them there are no registers left for scores.
         for hk in range(low, high):
             scores += mixed_scores(A, M, G, b, hk, hv, hk, at, N, Hk, Hv, W, C, MODE, MERGED)
     else:

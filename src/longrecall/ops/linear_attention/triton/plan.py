@@ -29,7 +29,7 @@ class Plan:
     constants: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        # One stage for float32: three products in flight at once would not fit, and take long to compile.
+        # One stage for float32: loads for several iterations would not fit, and three products take long to compile.
         stages = 3 if self.numbers.dtype == torch.bfloat16 else 1
         constants = {"C": self.chunk, "num_stages": stages, **self.numbers.constants()}
         object.__setattr__(self, "constants", constants)
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def decays(self) -> int:
-        """Numbers in the log decay of one token."""
+        """Numbers of the log decay of one token."""
         if self.mode == 2:
             return self.key_heads * self.key_width
         return self.key_heads if self.merged else self.value_heads
@@ -65,7 +65,7 @@ class Plan:
         return (self.batch, self.pairs * self.key_width * self.value_width)
 
     def segments(self, most: int) -> list[tuple[int, int]]:
-        """First chunk and number of chunks of each segment, so that its states fit into so many bytes."""
+        """First chunk and number of chunks of each segment. The states of a segment fit into the given bytes."""
         one = self.state_shape[0] * self.state_shape[1] * self.numbers.dtype.itemsize
         step = max(1, most // one)
         return [(first, min(step, self.chunks - first)) for first in range(0, self.chunks, step)]
@@ -83,17 +83,17 @@ class Plan:
 
     @property
     def wide_key_block(self) -> int:
-        """The same where a tile of values is read once for each tile of keys, and there is room beside a narrow one."""
+        """The same for kernels that read a tile of values once for each tile of keys: wide where values are narrow."""
         return product_block(self.key_width, 128 if self.many_heads else 64, self.numbers.dtype)
 
     def value_block(self, largest: int) -> int:
-        """Columns of a tile of values; float32 tiles are kept half as wide, for the sake of shared memory."""
+        """Columns of a tile of values; half as many in float32, to save shared memory."""
         largest = largest if self.numbers.dtype == torch.bfloat16 else 64
         return product_block(self.value_width, largest, self.numbers.dtype)
 
     def walking(self) -> dict[str, Any]:
         """Constants of the kernels that walk forward from chunk to chunk."""
-        # With a stage less another program fits beside this one, where there are programs enough for that.
+        # With one stage less a second program fits the multiprocessor, if there are enough programs.
         return self.walking_back() | ({"num_stages": 2} if self._gla_merged else {})
 
     def walking_back(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Plan:
         return self._tiles(self.wide_key_block, self.value_block(128)) | {"num_warps": 4}
 
     def reading(self) -> dict[str, Any]:
-        """Constants of the kernels that read a chunk's state, whose tiles of keys follow each other."""
+        """Constants of the kernels that read a chunk's state, one tile of keys after the other."""
         warps = 8 if self.merged and not self._gla_merged else 4
         return self._tiles(self.key_block, self.value_block(128)) | {"num_warps": warps}
 
@@ -112,7 +112,7 @@ class Plan:
         return constants
 
     def key_gradients(self) -> dict[str, Any]:
-        """Constants of `keys_kernel`: four warps hold a row of a tile in one of them, and its sums need no barrier."""
+        """Constants of `keys_kernel`. With four warps a row of a tile lies in one warp, so its sums need no barrier."""
         constants = self._tiles(self.key_block, self.value_block(64)) | {"WHOLE": self._whole}
         return constants | {"num_warps": 4 if self.many_heads else 8}
 

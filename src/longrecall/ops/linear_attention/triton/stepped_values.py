@@ -1,4 +1,4 @@
-"""Values times time steps, and values times D added to outputs, in one pass over memory each; one for all gradients.
+"""Values times time steps, and values times D added to outputs: one pass over memory each, and one for all gradients.
 
 The gradient of D is a sum over tokens: every program adds up its own, and torch adds up the programs. No atomics: two
 runs agree to the bit.
@@ -21,7 +21,7 @@ from longrecall.ops.norms.triton.rms_norm import WIDEST, programs, sizes
 
 @triton.jit
 def _tile(tile, head, N, row, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Tokens of a tile, the places of one head's numbers in `values` (rows `row` apart) and elsewhere, the inside."""
+    """Tokens of a tile; offsets of a head's numbers in `values`, with rows `row` apart, and elsewhere; a mask."""
     rows = (tile * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (rows < N) & (columns < WIDTH)
@@ -106,8 +106,8 @@ def _sizes(values: Tensor) -> tuple[int, int, dict[str, int]]:
 class _Step(torch.autograd.Function):
     """Values ``[B, T, H, P]`` with rows at equal distances, steps ``[B, T, H]``, D ``[H]`` -> two of the values' shape.
 
-    The first are the values times the steps. The second stand for the values times D, which `_AddSkip` computes: they
-    have a shape and a gradient but nothing in memory, so that all gradients are made in one pass.
+    The first result is the values times the steps. The second stands for the values times D, which `_AddSkip` computes.
+    It has a shape and a gradient but no memory, so that one pass computes all gradients.
     """
 
     @staticmethod
@@ -139,7 +139,7 @@ class _Step(torch.autograd.Function):
 
 
 class _AddSkip(torch.autograd.Function):
-    """Outputs y float32 ``[B, T, H, P]``, what stands for values times D, the values, D -> the sum."""
+    """Outputs y float32 ``[B, T, H, P]``, the second result of `_Step`, values, D -> y + D * values."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, skipped: Tensor, values: Tensor, skip: Tensor) -> Tensor:

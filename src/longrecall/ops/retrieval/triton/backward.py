@@ -2,9 +2,9 @@ r"""Kernels of retrieval, second half: the gradients.
 
 With p the softmax's shares, :math:`\Delta = \bar o \cdot o` and :math:`\bar\ell_j = p_j (\bar o \cdot v_j - \Delta)`
 (the null chunk's values are 0, its logits are constants): :math:`\bar q = \mathrm{scale} \sum_j \bar\ell_j k_j`,
-:math:`\bar k_j = \mathrm{scale} \sum \bar\ell_j q`, :math:`\bar v_j = \sum p_j \bar o`, the last two over all queries
-that chose the chunk. Those are found by a list of the choices sorted by chunk, so every gradient has one program that
-writes it: no atomics, two runs agree to the bit.
+:math:`\bar k_j = \mathrm{scale} \sum \bar\ell_j q`, :math:`\bar v_j = \sum p_j \bar o`. The last two are sums over all
+queries that chose the chunk, which are found in a list of the choices sorted by chunk. So one program writes each
+gradient. No atomics: two runs agree to the bit.
 """
 
 import triton.language as tl
@@ -20,7 +20,7 @@ def query_gradients_kernel(
     BH: tl.constexpr, BU: tl.constexpr, BD: tl.constexpr, WEIGHTED: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One token and key head: `d_q` ``[B, T, H, D]``, `deltas` ``[B, T, H]``, its share of `d_weights` (B, T, G, C)."""
+    """One token and key head: `d_q` ``[B, T, H, D]``, `deltas` ``[B, T, H]``, its part of `d_weights` (B, T, G, C)."""
     row, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     h, d, u = tl.arange(0, BH), tl.arange(0, BD), tl.arange(0, BU)
     own, channel = h < H // G, (d < D)[None, :]
@@ -101,8 +101,8 @@ def key_gradients_kernel(
 ):  # fmt: skip
     """BU tokens of one chunk and key head: `d_k` and `d_v` ``[B, S, G, D]``.
 
-    `order` ``[B, T * C]`` numbers the choices of a row so that those of chunk c of row b stand from ``bounds[b, c]`` to
-    ``bounds[b, c + 1]``. A line is a choice and one of the query heads.
+    `order` ``[B, T * C]`` lists the choices of each row by chunk: those of chunk c of row b stand from ``bounds[b, c]``
+    to ``bounds[b, c + 1]``. A line of a tile is one choice and one of the query heads.
     """
     part, g = tl.program_id(0).to(tl.int64), tl.program_id(2)
     line, d, token = tl.arange(0, BL), tl.arange(0, BD), tl.program_id(1) * BU + tl.arange(0, BU)
@@ -142,7 +142,7 @@ def score_queries_kernel(
     vectors, chosen, d_scores, d_queries, R, T, N,
     E: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Of scores query . vector of the chosen chunks: `d_queries` ``[B, T, E]`` for BR of the R = B * T tokens."""
+    """`d_queries` ``[B, T, E]`` of the scores query . vector of the chosen chunks, for BR of the R = B * T tokens."""
     row, e = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BE)
     inside, column = row < R, (e < E)[None, :]
     total = tl.zeros([BR, BE], tl.float32)
@@ -162,7 +162,7 @@ def score_vectors_kernel(
     queries, order, bounds, d_scores, d_vectors, T, N,
     E: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """The same scores' gradient of one chunk's vector, `d_vectors` ``[B, N, E]``; `order` and `bounds` as above."""
+    """`d_vectors` ``[B, N, E]`` of the same scores, for the vector of one chunk; `order` and `bounds` as above."""
     part, entry, e = tl.program_id(0).to(tl.int64), tl.arange(0, BR), tl.arange(0, BE)
     column = (e < E)[None, :]
     total = tl.zeros([BR, BE], tl.float32)

@@ -1,8 +1,8 @@
 """Kernels of retrieval, first half: the choice of chunks, and attention to the chosen ones.
 
-Keys and values are read where they lie, by the number of their chunk: nothing is gathered into memory. A program of the
-wide kernels serves one token and all query heads of one key head, which share what they read; chunks of fewer than 16
-tokens would leave a matrix product mostly empty, so there a program serves many tokens of one head without products.
+Keys and values are read in place, by the number of their chunk: nothing is gathered in memory. A program of the wide
+kernels serves one token and all query heads of one key head, which share its reads. Chunks of fewer than 16 tokens
+would leave a matrix product mostly empty. There a program serves many tokens of one head, without matrix products.
 """
 
 import triton
@@ -17,8 +17,8 @@ def _best(
     E: tl.constexpr, C: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Products and numbers of the C best of the first `ended` chunks, in no order; -1 where there are fewer."""
-    # Slots past C are never the worst one, so nothing is put there.
+    """Products and numbers of the C best among the first `ended` chunks, unordered; -1 where there are fewer."""
+    # Slots past C never count as the worst one, so nothing replaces them.
     best = tl.where(slot[None, :] < C, float("-inf"), float("inf")) + tl.zeros([BQ, BC], tl.float32)
     index = tl.full([BQ, BC], -1, tl.int32)
     for first in range(0, tl.max(ended, 0), BN):
@@ -28,7 +28,8 @@ def _best(
         found = product(query, tl.trans(vector), tl.zeros([BQ, BN], tl.float32), DOT, UPCAST, PRECISION)
         found = tl.where(number[None, :] < ended[:, None], found, float("-inf"))
         turn = 0
-        # At most C of a block are among the C best, and most blocks have fewer. Unrolled, this compiles for seconds.
+        # At most C chunks of a block are among the C best; most blocks have fewer. An unrolled loop would compile for
+        # seconds.
         while turn < C:
             top = tl.max(found, 1)
             at = tl.min(tl.where(found == top[:, None], number[None, :], N), 1)
@@ -51,7 +52,8 @@ def best_chunks_kernel(
 ):  # fmt: skip
     """The C chunks of largest product with each query among the first `finished` ``[B, T]``, -1 where there are fewer.
 
-    `queries` ``[B, T, E]``, `vectors` ``[B, N, E]``. The running best stay on chip; of equal scores the earlier chunk.
+    `queries` ``[B, T, E]``, `vectors` ``[B, N, E]``. The running best stay in registers. Of equal scores the earlier
+    chunk wins.
     """
     b = tl.program_id(1).to(tl.int64)
     t, e, slot, n = tl.program_id(0) * BQ + tl.arange(0, BQ), tl.arange(0, BE), tl.arange(0, BC), tl.arange(0, BN)
@@ -72,11 +74,11 @@ def choose_chunks_kernel(
     BQ: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Choice, logits and share of a text: token t of it may read its first t // U chunks.
+    """Choice, logits and share for a text, whose token t may read the first t // U chunks.
 
-    `queries` ``[B, T, E]`` of any norm are those of the text from its first token on or, if GIVEN, from token `begun`
-    ``[1]`` on. Of the C best chunks the TOP best are `chosen` ``[B, T, TOP]``, the best first;
-    `weights` are their cosines times exp(temperature), `share` ``[B, T]`` their part of the sum over all C.
+    `queries` ``[B, T, E]``, of any norm, begin with the first token of the text or, if GIVEN, with token `begun`
+    ``[1]``. Of the C best chunks the TOP best are `chosen` ``[B, T, TOP]``, the best first. `weights` are their cosines
+    times exp(temperature), `share` ``[B, T]`` is their part of the sum over all C.
     """
     b = tl.program_id(1).to(tl.int64)
     t, e, slot, n = tl.program_id(0) * BQ + tl.arange(0, BQ), tl.arange(0, BE), tl.arange(0, BC), tl.arange(0, BN)
@@ -178,7 +180,7 @@ def attend_rows_kernel(
             value = tl.load(v + place, mask=seen[:, None] & channel, other=0.0).to(tl.float32)
             logits = tl.where(seen, tl.sum(query * key, 1) + weight, float("-inf"))
             larger = tl.maximum(largest, logits)
-            # Nothing seen yet: -inf less -inf has no value.
+            # Where no logit has counted yet, -inf - (-inf) would be NaN.
             base = tl.where(larger == float("-inf"), 0.0, larger)
             kept, share = tl.exp(largest - base), tl.exp(logits - base)
             total = total * kept + share

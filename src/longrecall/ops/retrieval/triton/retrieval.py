@@ -1,7 +1,8 @@
 """Retrieval in Triton: the choice of chunks in one pass over all queries, and attention that reads chunks in place.
 
-`ops/retrieval/reference.py` is the definition of the attention. Neither the scores of all chunks nor what a query reads
-is ever in memory, forward or backward, and nothing waits for the GPU: a training step can be captured in a CUDA graph.
+`ops/retrieval/reference.py` is the definition of the attention. The scores of all chunks are never stored, nor are the
+keys and values that a query reads, forward or backward. Nothing waits for the GPU, so a training step can be captured
+in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from longrecall.ops.retrieval.triton import forward as forward_kernels
 WIDEST_HEAD = 256
 WIDEST_VECTOR = 256
 MOST_HEADS = 128
-"""Query heads of one key head: they share a program."""
+"""The most query heads per key head: they share a program."""
 MOST_CHUNKS = 16
-"""Chunks that a query may choose: every one is a pass over the scores of a block."""
+"""The most chunks that a query may choose: each takes a pass over the scores of a block."""
 SHORTEST_PRODUCT = 16
-"""Tokens of a chunk from which on matrix products are worth it."""
+"""With fewer tokens per chunk, kernels without matrix products are faster."""
 
 
 def why_not(
@@ -37,9 +38,9 @@ def why_not(
     chosen: Tensor | None = None,
     **_: Any,
 ) -> str | None:
-    """Why these inputs cannot be served, in words; None = they can: q, k, v of the attention, or those of the choice.
+    """Why the kernels cannot serve these inputs, in words; None = they can.
 
-    For the choice `chosen` is any tensor ``[..., C]``.
+    The inputs are q, k and v of the attention, or those of the choice, for which `chosen` is any tensor ``[..., C]``.
     """
     reason = why_not_tensors(*(x for x in (v, queries, vectors) if x is not None))
     if reason:
@@ -76,9 +77,10 @@ def choose_chunks(
     """The choice for a text that is read without gradients: token t of it has t // chunk chunks before it.
 
     `queries` ``[B, T, E]`` of any norm, `vectors` ``[B, N, E]`` of norm 1, `temperature` ``[1]`` (its logarithm).
-    `begun` int64 ``[1]``: tokens of the text before these; None = 0. Vectors of chunks yet to end do not count.
-    Returns numbers int64 ``[B, T, C]`` of the `count` best chunks, the best first and -1 = none, their logits, and the
-    share ``[B, T]`` of those among the best `candidates` (`Retrieval` has the formula), both float32.
+    `begun` int64 ``[1]``: tokens of the text before these; None = 0. Vectors of chunks that have not ended do not
+    count. Returns the numbers int64 ``[B, T, C]`` of the `count` best chunks, the best first and -1 = none; their
+    logits; and their share ``[B, T]`` of the best `candidates` (`Retrieval` has the formula). Logits and share are
+    float32.
     """
     queries, vectors = queries.contiguous(), vectors.contiguous()
     (rows, length, width), whole = queries.shape, vectors.shape[1]
@@ -110,15 +112,15 @@ def selected_attention(
 
 
 def _numbers(dtype: torch.dtype) -> dict[str, Any]:
-    # One stage for float32: three products in flight at once would not fit.
+    # One stage for float32: loads for several iterations would not fit into shared memory.
     return {"num_stages": 2 if dtype == torch.bfloat16 else 1, **arithmetic(dtype).constants()}
 
 
 def _by_chunk(chunks: Tensor, whole: int) -> tuple[Tensor, Tensor]:
-    """The choices ``[B, T, C]`` of each row numbered in the order of their chunks, and where those of each chunk begin.
+    """The numbers of the choices ``[B, T, C]`` of each row, sorted by chunk, and where those of each chunk begin.
 
-    int64 ``[B, T * C]`` and ``[B, whole + 1]``; choices of no chunk (-1) come first. Sizes do not depend on the
-    choice, so nothing waits for the GPU; short rows are sorted in one launch.
+    They are int64 ``[B, T * C]`` and ``[B, whole + 1]``; choices of no chunk (-1) come first. Sizes do not depend on
+    the choice, so nothing waits for the GPU. Short rows are sorted in one launch.
     """
     number, order = chunks.int().flatten(1).sort(dim=1, stable=True)
     first = torch.arange(whole + 1, device=chunks.device, dtype=torch.int32).expand(chunks.shape[0], -1).contiguous()
@@ -130,7 +132,7 @@ def _choice_blocks(length: int, width: int, dtype: torch.dtype) -> tuple[int, in
     wide, narrow = width > 64, dtype == torch.bfloat16
     if length > 16:
         return 32 if wide else 64, 64 if narrow or not wide else 32, 4
-    # Few queries (a decoding step) are few programs: each reads many chunks at once.
+    # Few queries, as in a decoding step, have few programs: each reads many chunks at a time.
     if narrow and not wide:
         return 16, 512, 8
     return 16, 32 if wide and not narrow else 64 if wide else 128, 4
@@ -209,7 +211,7 @@ class _Plan:
         if self.products:
             width = product_block(self.width, WIDEST_HEAD, self.dtype)
             constants = {"BH": block(self.heads // self.key_heads, MOST_HEADS), "BD": width}
-            # Wide operands take more registers: smaller blocks, more warps.
+            # Wide operands take more registers, so blocks are smaller and warps more.
             narrow = self.dtype == torch.bfloat16
             constants |= {"BU": block(self.chunk, min(64, (8192 if narrow else 4096) // width))}
             constants |= _numbers(self.dtype)
