@@ -49,7 +49,14 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["RecurrentLayer"]  # noqa: RUF012 (transformers' own protocol)
+    # No prefix of what was read can be taken back, as assisted generation would.
     _is_stateful = True
+    # Layers are no functions of one shape: a state is a new value, and a padding mask is looked at.
+    _can_compile_fullgraph = False
+    # Attention here asks torch itself, with positions of its own: no implementation can be put in its place, and
+    # Trainer and Accelerate, which shard a sequence through such an implementation, have to refuse.
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = False
+    _supports_context_parallel = False
 
     def _set_gradient_checkpointing(
         self,

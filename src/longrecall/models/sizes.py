@@ -96,6 +96,27 @@ class LayerConfig:
         """Caches that grow with the context, as `MixerConfig.caches` has them."""
         return [cache for _, part in self.parts() for cache in part.caches()]
 
+    def layer_type(self) -> str:
+        """What transformers calls such a layer (`ALLOWED_LAYER_TYPES`).
+
+        A layer with attention and a recurrence is "linear_attention" too, not "hybrid": sharding the tokens over
+        processes is as wrong for it, and Accelerate refuses that by this name alone.
+        """
+        kept = set(self.state_shapes())
+        if not kept:
+            # The one name there for a layer without a token mixer, experts or not.
+            return "moe"
+        if kept - self.attention_caches():
+            return "linear_attention"
+        windows = [window for _, window in self.caches()]
+        return "full_attention" if None in windows else "sliding_attention"
+
+    def attention_caches(self) -> set[str]:
+        """Names of the state's tensors that are caches of attention: those with the positions of their tokens."""
+        names = self.state_shapes()
+        paths = {name.removesuffix("position") for name in names if name.rpartition(".")[2] == "position"}
+        return {name for name in names if name.removesuffix(name.rpartition(".")[2]) in paths}
+
     def zero_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """The state before the first token, as `MixerConfig.zero_state` has it."""
         parts = ((path, part.zero_state(batch, device, dtype)) for path, part in self.parts())
@@ -170,6 +191,14 @@ class ModelSizes:
     def num_hidden_layers(self) -> int:
         """Number of layers."""
         return len(self.layers)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What transformers calls every layer; Accelerate and Trainer refuse by it what recurrences cannot do.
+
+        It follows from the layers and is never written to a config.json.
+        """
+        return [layer.layer_type() for layer in self.layer_configs()]
 
     def layer_configs(self) -> list[LayerConfig]:
         """The checked description of every layer."""

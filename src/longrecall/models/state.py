@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -53,6 +53,9 @@ class RecurrentState:
     is_compileable: ClassVar[bool] = False
     """generate() asks every cache; a state that is a new value after each step has no fixed memory to compile for."""
 
+    is_croppable: ClassVar[bool] = False
+    """Nor can what was read be taken back."""
+
     layers: tuple[LayerState, ...]
     position: Tensor
     length: int = 0
@@ -66,6 +69,13 @@ class RecurrentState:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns read so far (transformers' cache protocol)."""
         return self.length
+
+    def crop(self, max_length: int) -> NoReturn:
+        """Raise UserError: transformers' caches can forget their last tokens, a recurrent state cannot."""
+        raise UserError(
+            f"a recurrent state of {self.length} columns cannot be cropped (to {max_length}): what was read cannot be "
+            "taken back; keep the state from before those tokens, which is never changed"
+        )
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RecurrentState:
         """A new state with `function` applied to every layer tensor (not to the positions and token ids)."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from longrecall.errors import UserError
+from longrecall.units import parse_length
 from longrecall.value_rules import one_of, positive, share
 
 
@@ -30,6 +31,9 @@ class InterventionRecipe:
 
     def __post_init__(self) -> None:
         share(self, "probability")
+        window = getattr(self, "attention_window", None)
+        if window is not None and window < 1:
+            raise UserError(f"attention_window must be at least 1 token, got {window}; leave it out for none")
         limit = getattr(self, "clip_norm", None)
         if limit is not None and not (limit > 0 and math.isfinite(limit)):
             raise UserError(f"clip_norm must be above 0, got {limit}; leave it out for no limit")
@@ -45,6 +49,8 @@ class StatePassingRecipe(InterventionRecipe):
     """Only running text gets the state; sequences of tasks (phone books, pass keys) start from zero."""
     clip_norm: float | None = None
     """Largest Frobenius norm of a passed recurrent state, per sequence, layer and head; none = as it is."""
+    attention_window: Annotated[int, parse_length] | None = None
+    """Attention layers still see so many tokens of the sequence that the state comes from; none = they start empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,9 @@ class TruncatedBpttRecipe(InterventionRecipe):
     """A row goes on reading its text where it stopped in the batch before, from the state it had there."""
 
     kind: ClassVar[str] = "truncated_bptt"
+
+    attention_window: Annotated[int, parse_length] | None = None
+    """Attention layers still see so many tokens of the text before the row; none = they start empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

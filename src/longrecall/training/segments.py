@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from longrecall.models.state import RecurrentState
 from longrecall.training.initial_states import InitialState
-from longrecall.training.initial_states.base import keep_rows
+from longrecall.training.initial_states.base import keep_rows, without_rows
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Segments:
         if bool(keep.all()):
             return spread
         keep = keep.to(spread.position.device)
-        kept = spread.map(lambda tensor: keep_rows(tensor, keep))
-        return replace(kept, position=keep_rows(spread.position, keep))
+        layers = tuple(without_rows(layer, keep) for layer in spread.layers)
+        return replace(spread, layers=layers, position=keep_rows(spread.position, keep))
 
     def ends(self, final: RecurrentState) -> RecurrentState:
         """Return the states in which the B rows ended from those of the N pieces."""
@@ -89,10 +89,11 @@ def read_batch(
     text: Tensor,
     initial: InitialState,
     segments: Segments | None = None,
+    see_auxiliary: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Read a batch from the states that `initial` chooses and show `initial` where it ended; return the mean loss.
 
-    Losses of the layers (MoM's balance) are in it.
+    Losses of the layers (the balance of experts and memories) are in it; `see_auxiliary` is told their sum.
 
     Args:
         input_ids, labels: int64 ``[B, T]`` on the model's device.
@@ -111,4 +112,9 @@ def read_batch(
     final: RecurrentState = out.past_key_values
     initial.after_batch(segments.ends(final) if segments is not None and initial.by_row else final)
     loss: Tensor = out.loss
-    return loss if out.auxiliary_loss is None else loss + out.auxiliary_loss
+    if out.auxiliary_loss is None:
+        return loss
+    if see_auxiliary is not None:
+        see_auxiliary(out.auxiliary_loss.detach())
+    total: Tensor = loss + out.auxiliary_loss
+    return total

@@ -45,6 +45,7 @@ from longrecall.training.segments import Segments, read_batch
 from longrecall.training.watch import FiniteWatch, describe_place
 
 CARRIED = "initial_state."
+AUXILIARY = "auxiliary_sum"
 
 
 @dataclass
@@ -106,6 +107,8 @@ class RecurrentTrainer(Trainer):
         self.job = job
         self.loss_sum = torch.zeros(())
         """Sum of the losses of the steps since the last log line."""
+        self.auxiliary_sum: Tensor | None = None
+        """Of them what the layers' own losses are (experts, memories); None for a model whose layers have none."""
         self.gradient_norm: Tensor | None = None
         self._place = ""
 
@@ -164,14 +167,17 @@ class RecurrentTrainer(Trainer):
         batch = self._prepare_inputs(inputs)
         apart = job.recipe.data.reset_documents or job.initial.continues
         segments = Segments.of(starts, batch["input_ids"].shape[1]) if apart else None
+        auxiliary: list[Tensor] = []
         with self.compute_loss_context_manager():
-            mean = read_batch(model, batch["input_ids"], batch["labels"], text, job.initial, segments)
+            mean = read_batch(model, batch["input_ids"], batch["labels"], text, job.initial, segments, auxiliary.append)
         job.watch.see("loss", step, self._place, mean)
         # The model returns a mean over the labels of this micro-batch; data parallelism averages over the processes.
         share = label_count(batch["labels"]) * job.processes.world / num_items_in_batch.clamp(min=1)
         loss: Tensor = mean * share
         self.accelerator.backward(loss)
         self.loss_sum += loss.detach()
+        for own in auxiliary:
+            self.auxiliary_sum = own * share + (0.0 if self.auxiliary_sum is None else self.auxiliary_sum)
         return loss.detach()
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -240,6 +246,8 @@ class RunCallback(TrainerCallback):
         job.stream.restore(own.data["position"])
         job.restore_initial(own)
         trainer.loss_sum = own.tensors["loss_sum"].to(trainer.loss_sum.device)
+        if AUXILIARY in own.tensors:
+            trainer.auxiliary_sum = own.tensors[AUXILIARY].to(trainer.loss_sum.device)
         self._logged_step = int(own.data["logged_step"])
         restore_random(own.tensors)
 
@@ -265,11 +273,11 @@ class RunCallback(TrainerCallback):
     def _log(self, step: int, progress: float) -> None:
         job, trainer = self._job, self.trainer
         job.watch.check()
-        total = trainer.loss_sum
-        if job.processes.world > 1:
-            total = trainer.accelerator.reduce(total.clone(), "mean")
-        loss = float(total) / (step - self._logged_step)
+        since = step - self._logged_step
+        loss = self._mean_of(trainer.loss_sum) / since
+        auxiliary = None if trainer.auxiliary_sum is None else self._mean_of(trainer.auxiliary_sum) / since
         trainer.loss_sum.zero_()
+        trainer.auxiliary_sum = None if trainer.auxiliary_sum is None else torch.zeros_like(trainer.auxiliary_sum)
         self._logged_step = step
         factor = rate_factor(step - 1, job.steps, job.recipe.optimizer)
         row = {
@@ -283,6 +291,8 @@ class RunCallback(TrainerCallback):
         }
         if isinstance(job.recipe.initial_state, LearnedRecipe):
             row["initial_state_learning_rate"] = factor * job.recipe.initial_state.learning_rate
+        if auxiliary is not None:
+            row["auxiliary_loss"] = auxiliary
         if job.handovers:
             row["handover"] = progress
         if job.processes.first:
@@ -291,6 +301,12 @@ class RunCallback(TrainerCallback):
                 self._bar.show(loss, row["tokens_per_second"] or 0.0)
         # For TensorBoard and W&B, under the name of a loss during training.
         trainer.log({key: value for key, value in row.items() if value is not None and key != "step"})
+
+    def _mean_of(self, total: Tensor) -> float:
+        """The mean of a number that every process has."""
+        if self._job.processes.world > 1:
+            total = self.trainer.accelerator.reduce(total.clone(), "mean")
+        return float(total)
 
     def _save(self, step: int) -> None:
         """Write a resumable checkpoint."""
@@ -310,6 +326,7 @@ class RunCallback(TrainerCallback):
                 **random_tensors(),
                 **{CARRIED + name: tensor for name, tensor in job.initial.state_dict().items()},
                 "loss_sum": trainer.loss_sum,
+                **({} if trainer.auxiliary_sum is None else {AUXILIARY: trainer.auxiliary_sum}),
             },
             {"position": job.stream.position(), "logged_step": self._logged_step},
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longrecall.layers.mixers.base import LayerState
+from longrecall.layers.stepping.cache import PADDING_POSITION
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 from longrecall.training.recipe_states import AnyIntervention
@@ -91,6 +92,72 @@ def keep_rows(tensor: Tensor, keep: Tensor, other: Tensor | None = None) -> Tens
     """Return the rows of ``[B, ...]`` where bool `keep` ``[B]``, those of `other` (None = zeros) elsewhere."""
     other = torch.zeros((), device=tensor.device, dtype=tensor.dtype) if other is None else other
     return torch.where(keep.view(-1, *[1] * (tensor.ndim - 1)), tensor, other)
+
+
+def without_rows(layer: LayerState, keep: Tensor) -> LayerState:
+    """The rows of a layer's state where bool `keep` ``[B]``, the state before the first token elsewhere."""
+    empty = {name: _nothing(name, tensor) for name, tensor in layer.items()}
+    return {name: keep_rows(tensor, keep, empty[name]) for name, tensor in layer.items()}
+
+
+def _nothing(name: str, like: Tensor) -> Tensor:
+    """Zeros; of a cache's positions, that no column holds a token."""
+    return like.new_full((), PADDING_POSITION if name.rpartition(".")[2] == "position" else 0)
+
+
+class AttentionWindow:
+    """What attention layers keep of their last tokens, for interventions that let a row go on from another one.
+
+    Args:
+        tokens: how many; None = the caches start empty, and nothing is kept.
+    """
+
+    def __init__(self, model: RecurrentLM, tokens: int | None) -> None:
+        self.tokens = tokens or 0
+        layers = model.config.layer_configs() if tokens else []
+        self._caches = [_caches_by_path(layer.attention_caches()) for layer in layers]
+
+    def newest(self, layers: tuple[LayerState, ...]) -> tuple[LayerState, ...]:
+        """The last tokens of every cache, without gradients, in `tokens` columns: unused ones stand first."""
+        if not self._caches:
+            return tuple({} for _ in layers)
+        return tuple(
+            {name: tensor for names in paths for name, tensor in self._last(layer, names).items()}
+            for layer, paths in zip(layers, self._caches, strict=True)
+        )
+
+    def _last(self, layer: LayerState, names: list[str]) -> LayerState:
+        place = next(layer[name] for name in names if name.endswith("position"))
+        # Padding has position -1, so that the newest tokens of every row come last.
+        order = place.argsort(dim=1, stable=True)[:, max(0, place.shape[1] - self.tokens) :]
+        missing = self.tokens - order.shape[1]
+        kept = {}
+        for name in names:
+            tensor = layer[name].detach()
+            index = order.view(*order.shape, *[1] * (tensor.ndim - 2)).expand(-1, -1, *tensor.shape[2:])
+            front = _nothing(name, tensor).expand(len(tensor), missing, *tensor.shape[2:])
+            kept[name] = torch.cat([front, tensor.gather(1, index)], dim=1)
+        return kept
+
+    def given(
+        self, state: RecurrentState, carried: tuple[LayerState, ...], position: Tensor, chosen: Tensor
+    ) -> RecurrentState:
+        """The state with the carried caches in the chosen rows (bool ``[B]``), whose positions go on."""
+        if not self._caches:
+            return state
+        keep = chosen.to(position.device)
+        caches = (
+            {name: layer[name] for names in paths for name in names}
+            for layer, paths in zip(carried, self._caches, strict=True)
+        )
+        layers = tuple(layer | without_rows(own, keep) for layer, own in zip(state.layers, caches, strict=True))
+        return replace(state, layers=layers, position=keep_rows(position, keep))
+
+
+def _caches_by_path(names: set[str]) -> list[list[str]]:
+    """The tensors of every cache: those that have one path."""
+    paths = sorted({name.rpartition(".")[0] for name in names})
+    return [sorted(name for name in names if name.rpartition(".")[0] == path) for path in paths]
 
 
 def clip_heads(state: Tensor, limit: float | None) -> Tensor:

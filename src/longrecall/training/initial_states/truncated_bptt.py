@@ -12,12 +12,14 @@ from longrecall.layers.mixers.base import LayerState
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 from longrecall.training.initial_states.base import (
+    AttentionWindow,
     RowChoice,
     filled_state,
     keep_rows,
     pack_layers,
     takes_part,
     unpack_layers,
+    without_rows,
 )
 from longrecall.training.recipe_states import TruncatedBpttRecipe
 
@@ -28,7 +30,7 @@ class TruncatedBptt:
     With a stream made for it (``BatchStream(..., continued=True)``) this reads documents of any length as one, with
     gradients cut at the ends of the rows. A row that holds a task for once starts from zero, and what it has carried
     waits until its text comes back. The position goes on too: rotary keys keep their true distance. The caches of
-    attention layers start empty in every batch.
+    attention layers start empty in every batch, unless the recipe gives them an `attention_window`.
     """
 
     by_row: ClassVar[bool] = True
@@ -37,6 +39,7 @@ class TruncatedBptt:
     def __init__(self, recipe: TruncatedBpttRecipe, model: RecurrentLM, seed: int, rank: int) -> None:
         self._recipe, self._model = recipe, model
         self._rows = RowChoice(recipe, seed, rank)
+        self._window = AttentionWindow(model, recipe.attention_window)
         self._carried: tuple[LayerState, ...] | None = None
         self._position = torch.zeros(0, dtype=torch.long)
         self._text: Tensor | None = None
@@ -54,7 +57,8 @@ class TruncatedBptt:
         )
         if state is None:
             return None
-        return replace(state, position=keep_rows(self._position, chosen.to(self._position.device)))
+        state = replace(state, position=keep_rows(self._position, chosen.to(self._position.device)))
+        return self._window.given(state, carried, self._position, chosen)
 
     def after_batch(self, final: RecurrentState) -> None:
         """Keep where each row of text stopped; rows of tasks keep what they had."""
@@ -63,11 +67,13 @@ class TruncatedBptt:
         text = self._text.to(final.position.device)
         every, old = bool(self._text.all()), self._carried
         layers: list[LayerState] = []
+        windows = self._window.newest(final.layers)
         for index, layer in enumerate(final.layers):
             kept = {name: t.detach() for name, t in layer.items() if takes_part(name, self._recipe.convolution)}
-            if not every:
-                kept = {name: keep_rows(t, text, old[index][name] if old else None) for name, t in kept.items()}
-            layers.append(kept)
+            kept |= windows[index]
+            if not every and old:
+                kept = {name: keep_rows(t, text, old[index][name]) for name, t in kept.items()}
+            layers.append(kept if every or old else without_rows(kept, text))
         self._position = keep_rows(final.position, text, self._position if old is not None else None)
         self._carried = tuple(layers)
 
