@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from longrecall.errors import UserError
 from longrecall.layers.experts import Experts
@@ -23,7 +23,7 @@ from longrecall.layers.projections import is_plain
 from longrecall.layers.tokens import TokenContext, TokenEmbedding
 from longrecall.models.captured_steps import CapturedSteps, forget_moved
 from longrecall.models.config import RecurrentConfig
-from longrecall.models.generation import DecodingOptions, RecurrentGeneration
+from longrecall.models.generation import NO_ATTENTIONS, DecodingOptions, RecurrentGeneration
 from longrecall.models.logits import LogitScale
 from longrecall.models.losses import Items, label_count, next_token_loss, next_token_loss_of_hidden, predicted_labels
 from longrecall.models.output import RecurrentOutput
@@ -34,11 +34,6 @@ from longrecall.models.state import RecurrentState
 from longrecall.models.token_ids import check_range, embedded
 from longrecall.ops.execution import as_states_are_read_now
 from longrecall.ops.packing import pack
-
-NO_ATTENTIONS = (
-    "output_attentions: a recurrence has no attention weights to return, and the attention layers here keep none; "
-    "output_hidden_states=True returns what goes into every layer"
-)
 
 
 class RecurrentPreTrainedModel(PreTrainedModel):
@@ -358,50 +353,3 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
-
-    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> None:
-        """None: a state counts its tokens, and in text that is generated no documents begin."""
-
-    def _reorder_cache(self, past_key_values: RecurrentState, beam_idx: Tensor) -> RecurrentState:
-        """Beam search: the state of the chosen beams, as a new value."""
-        return past_key_values.select_rows(beam_idx)
-
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> Any:
-        """Take a given state as it is (transformers would write a mark into it), one row for each beam or sample.
-
-        Raises:
-            UserError: `output_attentions` is asked for; an attention mask that does not cover the tokens which the
-                state has read: transformers tells by it whether the prompt repeats them, and would silently skip the
-                beginning of a prompt that does not.
-        """
-        if generation_config.output_attentions:
-            raise UserError(NO_ATTENTIONS)
-        state = model_kwargs.get("past_key_values")
-        if not isinstance(state, RecurrentState):
-            return cast(Any, super())._prepare_cache_for_generation(
-                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-            )
-        mask = model_kwargs.get("attention_mask")
-        # Newer versions of transformers drop a mask of ones and keep its width.
-        width = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
-        if width is not None and 0 < width <= state.length:
-            raise UserError(
-                f"the attention mask has {width} columns, but the given state has read {state.length} already; "
-                "pass a mask for those and the new tokens together, e.g. torch.ones(rows, state.length + new)"
-            )
-        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        if copies > 1 and state.batch_size == batch_size:
-            model_kwargs["past_key_values"] = state.repeat_rows(copies)
-        return None
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        """No key-value cache of transformers: the state comes out of the first forward pass."""
-        return False
