@@ -72,6 +72,7 @@ EVAL = "eval base --device cpu --tasks passkey,bits_per_byte --text text.txt --l
 CASES = {
     "init": Case("init model.json base --tokenizer bytes", "base", kills=9),
     "expand": Case("expand base bigger --method merge_heads --layers all --init perturb", "bigger", kills=9),
+    "export": Case("export base stock --to auto_map", "stock", kills=9),
     "train": Case("train train.yaml", "run", resumes=True, kills=6),
     "sweep": Case("sweep sweep.yaml", "sweep.json", resumes=True),
     "eval": Case(f"{EVAL} --samples 4 --batch-tokens 300 --out a.json", "a.json", resumes=True),

@@ -26,7 +26,7 @@ SIZES = (1, 130, 10**5)
 def one_layer(mixer: dict[str, Any], dtype: torch.dtype = torch.float32) -> RecurrentLM:
     torch.manual_seed(1)
     layer = {"mixer": mixer, "mlp_size": 24}
-    config = RecurrentConfig(vocab_size=258, hidden_size=32, layers=[layer], initializer_range=0.4)
+    config = RecurrentConfig(vocab_size=258, hidden_size=32, layers=[layer], initializer_range=0.5)
     return RecurrentLM(config).eval().to(dtype)
 
 
@@ -61,7 +61,7 @@ class Quiz:
         return QuestionSample(np.append(ids, 98), labels, "?", "b", group=group, shared=size)
 
     def ended(self, said: str) -> bool:
-        return said.endswith(("a", "e", "i", "o", "u"))
+        return bool(said) and ord(said[-1]) % 3 == 0
 
     def answer_of(self, said: str) -> str:
         return said
@@ -96,9 +96,9 @@ def records(model: Any, tokenizer: Any, task: Any, batch_tokens: int, count: int
 @pytest.mark.parametrize("kind", [Quiz, Choices])
 def test_answers_are_the_same_for_every_batch_size(name: str, kind: type[Quiz], tokenizer: Any) -> None:
     model, task = one_layer(MIXERS[name]), kind()
-    all_sizes = [records(model, tokenizer, task, size, 12) for size in SIZES]
+    all_sizes = [records(model, tokenizer, task, size, 14) for size in SIZES]
     assert all(found == all_sizes[0] for found in all_sizes)
-    alone = records(model, tokenizer, replace(task, shared=False), 1, 12)
+    alone = records(model, tokenizer, replace(task, shared=False), 1, 14)
     ungrouped = {index: record | {"group": None} for index, record in all_sizes[0].items()}
     assert alone == ungrouped
     if kind is Quiz:
