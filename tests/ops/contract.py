@@ -81,15 +81,11 @@ class Row:
     differentiable: bool = True
     flat: bool = False
     """Whether rows and tokens are one axis, or it has none of them: no empty batch, no handing over."""
-    close: tuple[str, ...] = ()
-    """Arguments whose numbers lie one after the other in memory, as parameters do."""
     around: bool = False
     """Whether functions of torch work before or after the kernels."""
     refuses: Mapping[str, str] = field(default_factory=dict)
     """Backend -> why it does not serve such calls."""
     tolerance: Tolerances = field(default_factory=lambda: ELEMENTWISE)
-    padding: float = float("nan")
-    """What padding may hold without a trace."""
     small: Mapping[str, int] = field(default_factory=dict)
     """Constants of the kernels that make several tiles, chunks or programs of few tokens."""
 
@@ -226,7 +222,7 @@ def norm_row(op: str, function: Callable[..., Any], *matrices: str, **options: A
 
     small = {"norms.triton.rms_norm.TILE": 64, "norms.triton.gated.BACKWARD_TILE": 64}
     call = partial(function, eps=1e-5, groups=3, **options)
-    return Row(op, call, inputs, timeless=("weight", "matrix"), close=("weight",), small=small)
+    return Row(op, call, inputs, timeless=("weight", "matrix"), small=small)
 
 
 TABLE: dict[str, Row] = {case: recurrence(case) for case in CASES}
@@ -324,11 +320,9 @@ TABLE |= {
         lambda g, rows, tokens: filters(g, rows, tokens, 0),
         timeless=("taps",),
         wide=("taps",),
-        flat=True,
         masks=True,
         # Their own tests are in convolution/test_triton_filters.py, with the batches that it takes.
         refuses={"triton": "fewer than 16 rows are left to Fourier transforms"},
-        padding=3.0,  # it goes through the same transform
     ),
     "long_convolution goes on": Row(
         "long_convolution",
@@ -337,10 +331,8 @@ TABLE |= {
         state="history",
         timeless=("taps",),
         wide=("taps",),
-        flat=True,
         masks=True,
         refuses={"triton": "the kernels have no history"},
-        padding=3.0,
     ),
     "diagonal_taps": Row(
         "diagonal_taps",
@@ -388,7 +380,6 @@ TABLE |= {
         partial(delta_gates, factor=2.0),
         lambda g, rows, tokens: draw(g, decay=(rows, tokens, 3), write=(rows, tokens, 3), log_rate=(3,), bias=(3,)),
         timeless=("log_rate", "bias"),
-        close=("log_rate", "bias"),
         small={"delta_rule.triton.gates.TILE": 32},
     ),
     "mix_with_previous": Row(

@@ -54,6 +54,10 @@ def long_convolution(
     if mask is not None and not is_at_the_end(mask):
         order = real_tokens_first(mask)
         x = reorder(x, order)
+    if mask is not None:
+        # A Fourier transform would carry what is no number there to the tokens before.
+        real = mask if order is None else torch.arange(length, device=x.device) < mask.sum(1)[:, None]
+        x = x.masked_fill(~real[..., None], 0.0)
     inputs = torch.cat([history, x], dim=1) if history.shape[1] else x
     with torch.autocast(x.device.type, enabled=False):
         if LONG_CONVOLUTION.on_kernels({"x": inputs, "taps": taps}, backend, length=length):
@@ -87,6 +91,8 @@ def _convolve(inputs: Tensor, taps: Tensor, length: int) -> Tensor:
     if length == 1:
         newest: Tensor = (inputs[:, total - lags :] * taps.flip(1).t()).sum(1, keepdim=True)
         return newest
+    if not inputs.shape[0]:  # which no Fourier transform takes
+        return inputs[:, total - length :] * taps[:, 0]
     # Outputs that the circular convolution mixes lie before those that are kept.
     size = 1 << (max(total, length + lags - 1) - 1).bit_length()
     signal = torch.fft.rfft(inputs.transpose(1, 2), n=size)

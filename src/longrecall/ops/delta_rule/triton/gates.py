@@ -95,7 +95,7 @@ def delta_gates(decay: Tensor, write: Tensor, log_rate: Tensor, bias: Tensor, fa
     heads = decay.shape[-1]
     # Rows that are part of a wider projection are read in place.
     rows = [x if x.stride(1) == 1 else x.contiguous() for x in (y.reshape(-1, heads) for y in (decay, write))]
-    both = cast(tuple[Tensor, Tensor], _DeltaGates.apply(factor, *rows, log_rate, bias))
+    both = cast(tuple[Tensor, Tensor], _DeltaGates.apply(factor, *rows, log_rate.contiguous(), bias.contiguous()))
     return both[0].view(decay.shape), both[1].view(decay.shape)
 
 

@@ -179,6 +179,7 @@ def _gated_norm(
     # Rows that are part of a wider projection are read in place.
     gates = gates if gates.stride(1) == 1 else gates.contiguous()
     gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate, weight, matrix) if t is not None)
+    weight = weight.contiguous()
     return cast(Tensor, _GatedNorm.apply(eps, groups, GATES[kind], dtype, gradients, flat, gates, weight, matrix))
 
 
