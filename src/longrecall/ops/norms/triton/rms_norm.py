@@ -109,7 +109,8 @@ def add_rms_norm(
     shape, width = x.shape, x.shape[-1]
     inputs = [None if t is None else t.reshape(-1, width).contiguous() for t in (x, update)]
     gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, update, weight))
-    stream, out = cast(
+    weight = weight.contiguous()
+    stream, out = cast(tuple[Tensor, Tensor], _AddNorm.apply(eps, groups, dtype, gradients, *inputs, weight))
         tuple[Tensor, Tensor], _AddNorm.apply(eps, groups, dtype, gradients, *inputs, weight.contiguous())
     )
     return stream.view(shape), out.view(shape)
