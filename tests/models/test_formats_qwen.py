@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import OlmoHybridForCausalLM
+from transformers import AutoModelForCausalLM, OlmoHybridForCausalLM
 
 from longrecall.cli.main import main
 from longrecall.errors import UserError
@@ -106,6 +106,23 @@ def test_convolutions_cut_into_thirds_are_read_and_written_whole(tmp_path: Path)
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in stock.state_dict().items())
     written = load_file(tmp_path / "stock" / "model.safetensors")
     assert written["model.layers.0.linear_attn.q_conv1d.weight"].shape[0] == 24
+
+
+@pytest.mark.parametrize(
+    "case", [qwen3_5.CASES[1], qwen3_5_moe.CASES[0], qwen3_next.CASES[1], olmo_hybrid.CASES[1]], ids=str
+)
+@torch.no_grad()
+def test_a_config_made_anew_describes_the_same_model(case: Case, tmp_path: Path) -> None:
+    """Of a model that reads images the text model is left."""
+    stock = filled(case)
+    stock.save_pretrained(tmp_path / "theirs")
+    export_checkpoint(tmp_path / "theirs", tmp_path / "anew", to=case.format, new_config=True)
+    again, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "anew", output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(report.values()), report
+    tokens = torch.arange(1, 12)[None]
+    assert torch.equal(again(tokens, use_cache=False).logits, stock(tokens, use_cache=False).logits)
 
 
 @pytest.mark.parametrize("case", [qwen3_5.CASES[0], qwen3_next.CASES[0]], ids=str)
