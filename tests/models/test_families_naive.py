@@ -7,17 +7,15 @@ need a GPU.
 from __future__ import annotations
 
 import importlib
-import json
 import pkgutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import longrecall
 from tests.models import naive
-from tests.models.naive.case import Naive, Weights
+from tests.models.naive.case import Naive
 from tests.models.round_trip import assert_round_trip
 from tests.models.test_families import close, ids, padding_and_packing, steps_are_one_pass
 
@@ -27,19 +25,11 @@ CASES: list[Naive] = [
 ]
 
 
-def write(folder: Path, config: dict[str, object], tensors: dict[str, torch.Tensor]) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return folder
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 @torch.no_grad()
 def test_a_configuration(case: Naive, tmp_path: Path) -> None:
-    weights, tokens = Weights(), ids()
-    expected = case.logits(case.config, weights, tokens)
-    theirs = write(tmp_path / "theirs", case.config, weights.tensors)
+    theirs, tokens = tmp_path / "theirs", ids()
+    expected = case.write(theirs, tokens)
     ours = longrecall.load(theirs)
     assert 0.3 < float(expected.std()) < 20, "logits too small or too large to tell two models apart"
     close(ours(tokens).logits, expected)
@@ -49,6 +39,6 @@ def test_a_configuration(case: Naive, tmp_path: Path) -> None:
     again = longrecall.load(tmp_path / "native")
     assert torch.equal(again(tokens).logits, ours(tokens).logits)
     if case.older is not None:
-        older = write(tmp_path / "older", case.config, case.older(weights.tensors))
-        assert torch.equal(longrecall.load(older)(tokens).logits, ours(tokens).logits)
-        assert_round_trip(older, tmp_path / "older_native")
+        case.write(tmp_path / "older", tokens, older=True)
+        assert torch.equal(longrecall.load(tmp_path / "older")(tokens).logits, ours(tokens).logits)
+        assert_round_trip(tmp_path / "older", tmp_path / "older_native")

@@ -11,6 +11,7 @@ import torch
 
 import longrecall
 from tests.models.families.case import VOCABULARY, Case, filled
+from tests.models.naive.case import Naive
 
 ROWS: list[tuple[str, str, str, dict[str, Any]]] = [
     # Family, configuration, method, options.
@@ -35,19 +36,33 @@ ROWS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("qwen3_5_moe", "published", "subheads", {"factor": 2}),
     ("qwen3_next", "published", "subheads", {"factor": 2}),
     ("qwen3_next", "some_experts", "add_retrieval", {"chunk": 4}),
+    ("recurrent_gemma", "published", "add_retrieval", {"chunk": 4}),
+    ("rwkv", "published", "add_retrieval", {"chunk": 4}),
+    ("naive.gated_deltaproduct", "published", "add_retrieval", {"chunk": 4}),
+    ("naive.hgrn2", "hybrid", "add_retrieval", {"chunk": 4}),
+    ("naive.kda", "published", "subheads", {"factor": 2}),
+    ("naive.mom", "published", "add_retrieval", {"chunk": 4}),
+    ("naive.rwkv6", "published", "add_retrieval", {"chunk": 4}),
+    ("naive.rwkv7", "hybrid_with_computed_ranks", "add_retrieval", {"chunk": 4}),
 ]
 
 
-def case_of(family: str, name: str) -> Case:
-    cases: list[Case] = importlib.import_module(f"tests.models.families.{family}").CASES
-    return next(case for case in cases if case.name == name)
+def write_stock(family: str, name: str, folder: Path) -> None:
+    """The checkpoint of a configuration: of the stock class, or of the model written out (naive)."""
+    place = family if family.startswith("naive.") else f"families.{family}"
+    cases: list[Case | Naive] = importlib.import_module(f"tests.models.{place}").CASES
+    case = next(case for case in cases if case.name == name)
+    if isinstance(case, Case):
+        filled(case).save_pretrained(folder)
+    else:
+        case.write(folder, torch.ones(1, 2, dtype=torch.long))
 
 
 @pytest.mark.parametrize(("family", "name", "method", "options"), ROWS, ids=lambda value: str(value))
 def test_preserve_keeps_the_function_and_trains(
     family: str, name: str, method: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    filled(case_of(family, name)).save_pretrained(tmp_path / "stock")
+    write_stock(family, name, tmp_path / "stock")
     summary = longrecall.expand(
         tmp_path / "stock", tmp_path / "larger", method=method, layers="all", init="preserve", **options
     )

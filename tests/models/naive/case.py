@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -59,6 +62,16 @@ class Naive:
 
     def __str__(self) -> str:
         return f"{self.format}-{self.name}"
+
+    def write(self, folder: Path, ids: Tensor, *, older: bool = False) -> Tensor:
+        """Write the checkpoint with drawn weights into a new folder, and return the logits of `ids` [B, T]."""
+        weights = Weights()
+        logits = self.logits(self.config, weights, ids)
+        tensors = self.older(weights.tensors) if older and self.older is not None else weights.tensors
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(self.config))
+        save_file(tensors, folder / "model.safetensors")
+        return logits
 
 
 Mixer = Callable[[Config, Callable[..., Tensor], Tensor, int, dict[str, Any]], Tensor]

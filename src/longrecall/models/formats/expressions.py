@@ -107,6 +107,10 @@ class Source(ABC):
         """
         return self.mapped(lambda inner: inner.chosen(names))
 
+    def fits(self, shapes: Mapping[str, Shape]) -> bool:
+        """Return whether foreign tensors of these shapes can be what this is made of, as far as it knows."""
+        return all(inner.fits(shapes) for inner in self.members())
+
 
 @dataclass(frozen=True)
 class Region(Source):
@@ -119,8 +123,8 @@ class Region(Source):
     blocks: int = 1
     dim: int = 0
 
-    def fits(self, whole: Shape) -> bool:
-        """Whether this can be a region of a foreign tensor of shape `whole`."""
+    def fits(self, shapes: Mapping[str, Shape]) -> bool:
+        whole = shapes[self.name]
         return self.of is None or (len(whole) > self.dim and whole[self.dim] == self.blocks * self.of)
 
     def parts(self, shape: Shape) -> list[Part]:
@@ -183,9 +187,7 @@ class Either(Source):
     def chosen(self, names: Container[str]) -> Source:
         known = [option for option in self.options if all(name in names for name in foreign_names(option))]
         if isinstance(names, Mapping):
-            known = [
-                option for option in known if all(part.fits(names[part.name]) for part in regions(option))
-            ] or known
+            known = [option for option in known if option.fits(names)] or known
         return (known or self.options)[0].chosen(names)
 
 
@@ -243,6 +245,11 @@ class Reshape(Transform):
     """The same numbers in the same order under another shape."""
 
     foreign: Shape
+
+    def fits(self, shapes: Mapping[str, Shape]) -> bool:
+        whole = self.inner
+        as_it_is = isinstance(whole, Region) and whole.of is None
+        return super().fits(shapes) and (not as_it_is or shapes[next(foreign_names(whole))] == self.foreign)
 
     def before(self, shape: Shape) -> Shape:
         if math.prod(shape) != math.prod(self.foreign):

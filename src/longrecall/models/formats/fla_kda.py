@@ -17,6 +17,7 @@ from longrecall.models.formats.fla_common import (
     projections,
 )
 from longrecall.models.formats.layout import Layout
+from longrecall.models.formats.sources import either, reshaped, same
 from longrecall.models.formats.stock import expansion, first_module
 from longrecall.models.sizes import PlainConfig
 
@@ -48,6 +49,7 @@ def stock_config(plain: PlainConfig, kept: dict[str, Any]) -> dict[str, Any]:
 def _mixer(fields: Fields, hidden: int) -> Mixer:
     heads, key_dim = fields.integer("num_heads", 16), fields.integer("head_dim", 128)
     value_heads, value_dim = fields.optional_integer("num_v_heads", heads), expanded_width(fields, key_dim, 1.0)
+    assert value_heads is not None
     floor, width = fields.get("lower_bound"), conv_width(fields, True)
     if floor is not None and (isinstance(floor, bool) or not isinstance(floor, int | float) or not floor < 0):
         raise fields.fail("lower_bound", "it must be null, or the lowest log decay of a token, below 0")
@@ -66,5 +68,7 @@ def _mixer(fields: Fields, hidden: int) -> Mixer:
         **({} if value_heads == heads else {"value_heads": value_heads}),
         **({} if floor is None else {"decay_floor": float(floor)}),
     }
-    own = projections([*names, "g_proj.1.bias", "A_log", "dt_bias", "o_norm.weight"])
+    own = projections([*names, "g_proj.1.bias", "dt_bias", "o_norm.weight"])
+    # The second is the shape of older files; they are written as those of today.
+    own["A_log"] = either(reshaped(same("A_log"), (value_heads,)), reshaped(same("A_log"), (1, 1, value_heads, 1)))
     return Mixer(description, own | convolutions(width))

@@ -111,8 +111,6 @@ def add_rms_norm(
     gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, update, weight))
     weight = weight.contiguous()
     stream, out = cast(tuple[Tensor, Tensor], _AddNorm.apply(eps, groups, dtype, gradients, *inputs, weight))
-        tuple[Tensor, Tensor], _AddNorm.apply(eps, groups, dtype, gradients, *inputs, weight.contiguous())
-    )
     return stream.view(shape), out.view(shape)
 
 
