@@ -75,7 +75,7 @@ def test_kernels_for_hopper_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends.Op, "_ask", lambda *_: None)
     monkeypatch.setattr(backends.Op, "why_unasked", lambda *_: None)
     monkeypatch.setattr(backends.Op, "_choose", lambda op, *_: ("triton", None) if op.kernels else ("chunked", None))
-    monkeypatch.setattr(hopper, "why_not_alike", lambda _: None)
+    monkeypatch.setattr(hopper, "why_not", lambda _, **__: None)
     monkeypatch.setattr(backend_report, "why_no_graph_by_design", lambda _: None)
     found, graph = backend_report.choices_of(config_of("gated_delta_net", "kda"), torch.device("cpu"), torch.bfloat16)
     lines = backend_report.as_lines(found, graph)

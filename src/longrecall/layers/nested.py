@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from longrecall.layers.mixers.base import LayerState, state_under
-from longrecall.layers.passed import Carried, taken_arguments
+from longrecall.layers.passed import Carried, taken_arguments, taken_names
 from longrecall.layers.tokens import TokenContext, token_argument
 
 
@@ -32,7 +32,7 @@ def read_nested(
     new_state: LayerState = {}
     for path in paths:
         config = getattr(owner.config, path)
-        more = {**token_argument(config, context), **taken_arguments(config, carried)}
+        more = {**token_argument(config, context), **taken_arguments(taken_names(config), carried)}
         y, after = getattr(owner, path)(x, state_under(state, path), mask=mask, position=position, **more)
         outputs.append(y)
         new_state.update({f"{path}.{name}": tensor for name, tensor in after.items()})

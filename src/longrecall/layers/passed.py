@@ -38,9 +38,14 @@ def given(config: MixerConfig) -> set[str]:
     return set(config.gives).union(*(given(part) for part in inner if part is not None))
 
 
-def taken_arguments(config: MixerConfig, carried: Carried | None) -> dict[str, Tensor | None]:
-    """The arguments that a module gets besides the usual ones; None for what nobody has given."""
-    return {name: None if carried is None else carried.get(name) for name in sorted(wanted(config))}
+def taken_names(config: MixerConfig) -> tuple[str, ...]:
+    """What is `wanted`, in a fixed order."""
+    return tuple(sorted(wanted(config)))
+
+
+def taken_arguments(names: tuple[str, ...], carried: Carried | None) -> dict[str, Tensor | None]:
+    """The arguments of these names that a module gets besides the usual ones; None for what nobody has given."""
+    return {name: None if carried is None else carried.get(name) for name in names}
 
 
 def without_carried(state: LayerState) -> tuple[LayerState, dict[str, Tensor]]:

@@ -9,7 +9,7 @@ from longrecall.layers.descriptions.block import BlockConfig
 from longrecall.layers.descriptions.mlp import MLPConfig
 from longrecall.layers.mixers.base import LayerState, state_under
 from longrecall.layers.norm import Norm, build_norm, operand_dtype
-from longrecall.layers.passed import Carried, given, taken_arguments, wanted
+from longrecall.layers.passed import Carried, given, taken_arguments, taken_names, wanted
 from longrecall.layers.tokens import TokenContext, token_argument
 from longrecall.models.sizes import LayerConfig
 
@@ -24,6 +24,8 @@ class RecurrentLayer(nn.Module):
         super().__init__()
         self.blocks = config.blocks
         self.mixer_config = config.mixer
+        # Looked up once: every token comes here.
+        self.taken = {block.name: taken_names(block.module) for block in config.blocks}
         for block in config.blocks:
             before, after = block.norm, block.post_norm
             norm = None if before is None else build_norm(before, hidden_size, norm_eps)
@@ -37,7 +39,8 @@ class RecurrentLayer(nn.Module):
 
     def module_of(self, block: BlockConfig) -> nn.Module:
         """What a block computes."""
-        return self.get_submodule(block.name)
+        module: nn.Module = getattr(self, block.name)
+        return module
 
     def norm_of(self, block: BlockConfig) -> Norm | None:
         """The norm before it."""
@@ -95,7 +98,7 @@ class RecurrentLayer(nn.Module):
         carried: Carried | None,
     ) -> tuple[Tensor, LayerState]:
         module, config = self.module_of(block), block.module
-        taken = taken_arguments(config, carried)
+        taken = taken_arguments(self.taken[block.name], carried)
         if config.positionwise:
             found = module(x, **({"mask": mask} if "mask" in config.takes else {}))
             return found if isinstance(found, tuple) else (found, {})

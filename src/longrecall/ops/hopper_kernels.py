@@ -41,7 +41,7 @@ class HopperKernel:
 
     def serves(self, *tensors: Tensor, **sizes: Any) -> bool:
         """Whether it runs, and not the Triton kernel; arguments as `why_not`."""
-        return self.why_not(*tensors, **sizes) is None
+        return self.sizes(**sizes) is None and _machine().why_not(*tensors) is None
 
 
 HOPPER_KERNELS: dict[str, HopperKernel] = {}
@@ -65,7 +65,7 @@ def inside(op: str, inputs: Inputs, options: Mapping[str, Any]) -> dict[str, str
     for one in HOPPER_KERNELS.values():
         sizes = one.sizes_of(inputs, options) if op in one.ops else None
         if sizes is not None:
-            found[one.name] = one.sizes(**sizes) or _machine().why_not_alike(next(iter(inputs.values())))
+            found[one.name] = one.sizes(**sizes) or _machine().why_not(next(iter(inputs.values())), addresses=False)
     return found
 
 

@@ -29,27 +29,21 @@ SWITCH = GLUON
 """Environment variable: with 0, Triton kernels run everywhere."""
 
 
-def why_not(x: Tensor, *others: Tensor) -> str | None:
+def why_not(x: Tensor, *others: Tensor, addresses: bool = True) -> str | None:
     """Why no kernel in Gluon can serve `x`, in words; None = dtype, device, address and Triton are fine.
 
-    `others` are on the same device, so only their addresses are checked. Sizes are checked by the declaration of each
-    kernel (ops/hopper_kernels.py). This is cheap enough to be asked before every launch.
+    `others` are on the same device, so only their addresses are checked. Without `addresses`, x may be a tensor without
+    memory. Sizes are checked by the declaration of each kernel (ops/hopper_kernels.py). This is cheap enough to be
+    asked before every launch.
     """
-    if reason := why_not_alike(x):
-        return reason
-    if any(one.data_ptr() % ALIGNED for one in (x, *others)):
-        return f"tensors in memory must begin at multiples of {ALIGNED} bytes"
-    return None
-
-
-def why_not_alike(x: Tensor) -> str | None:
-    """As `why_not`, but without a check of addresses: x may be a tensor without memory."""
     if x.dtype != torch.bfloat16:
         return f"the kernels in Gluon are for bfloat16, not {str(x.dtype).removeprefix('torch.')}"
     if not x.is_cuda:
         return f"the tensors must be on a CUDA device, not on {x.device.type}"
     if not gluon_wanted():
         return f"{SWITCH} is 0"
+    if addresses and any(one.data_ptr() % ALIGNED for one in (x, *others)):
+        return f"tensors in memory must begin at multiples of {ALIGNED} bytes"
     return _remembered(x.get_device())
 
 
