@@ -27,6 +27,13 @@ SIGMOID_MOE = {"type": "moe", "num_experts": 6, "top_k": 2, "inner_size": 8, "ro
     "correction_bias": True,
     "latent_size": 10,
 }
+SHARED: dict[str, Any] = {
+    "type": "shared_block",
+    "attention": {"type": "attention", "num_heads": 2, "head_dim": 16, "input_size": 2 * WIDTH},
+    "mixer": MIXERS["mamba2"],
+    "mlp_size": 24,
+    "adapter_rank": 3,
+}
 GEMMA = {"kind": "rms", "offset": 1.0}
 LAYER_NORM = {"kind": "layer", "bias": True, "eps": 1e-3}
 
@@ -76,6 +83,10 @@ MODELS: dict[str, dict[str, Any]] = {
             {"blocks": [one(MIXERS["attention"]), mlp(module=SQUARED, multiplier=0.5)]},
         ]
     },
+    "shared": {
+        "layers": [{"blocks": [one(SHARED, norm=None)]}, {"blocks": [one(SHARED | {"weights_of": 0}, norm=None)]}]
+    },
+    "adapted": {"layers": [{"blocks": [one(SHARED | {"attention_adapters": True}, norm=None)]}]},
     "two_states": {
         "layers": [
             {"blocks": [one(MIXERS["gla_conv"]), {"name": "second", "module": MIXERS["delta_net"]}]},
@@ -114,12 +125,14 @@ def written_out(model: RecurrentLM, tokens: Tensor) -> Tensor:
     x = model.model.embeddings(tokens) * config.embedding_multiplier
     if model.model.embedding_norm is not None:
         x = model.model.embedding_norm(x)
+    embedded = x
     position = torch.zeros(len(tokens), dtype=torch.long)
     for layer, described in zip(model.model.layers, config.layer_configs(), strict=True):
         for block in described.blocks:
             norm, module = getattr(layer, f"{block.name}_norm"), getattr(layer, block.name)
             y = x if norm is None else norm(x)
-            y = module(y) if block.module.positionwise else module(y, None, mask=None, position=position)[0]
+            taken = {"embedded": embedded} if block.module.takes == ("embedded",) else {}
+            y = module(y) if block.module.positionwise else module(y, None, mask=None, position=position, **taken)[0]
             y = layer.get_submodule(f"{block.name}_post_norm")(y) if block.post_norm is not None else y
             x = x + block.multiplier * y
     logits = model.lm_head(model.model.norm(x)) * config.logits_multiplier
@@ -163,7 +176,7 @@ def test_a_model_of_blocks(name: str, tmp_path: Path) -> None:
     assert again.generate(tokens, max_new_tokens=3).shape == (2, 14)
 
 
-@pytest.mark.parametrize("name", ["one_plus_weight", "multipliers", "two_states", "experts"])
+@pytest.mark.parametrize("name", ["one_plus_weight", "multipliers", "two_states", "experts", "shared", "adapted"])
 def test_the_fused_step_of_a_model_of_blocks(name: str) -> None:
     pytest.importorskip("triton")
     model, tokens = build(name, torch.float32), ids()

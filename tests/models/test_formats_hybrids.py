@@ -1,4 +1,4 @@
-"""Hybrids of Mamba-2 and attention: how published and older files spell them, and what is refused."""
+"""Hybrids of state spaces or KDA and attention: how published and older files spell them, and what is refused."""
 
 from __future__ import annotations
 
@@ -92,7 +92,60 @@ def older_falcon(config: dict[str, Any]) -> None:
     config |= {"attn_layer_indices": None, "mamba_use_mlp": True, "mamba_d_head": "auto"}
 
 
+def older_jamba(config: dict[str, Any]) -> None:
+    config |= {"mamba_dt_rank": "auto", "mamba_inner_layernorms": True, "num_logits_to_keep": 1, "sliding_window": None}
+    config["num_local_experts"] = config.pop("num_experts")
+
+
+def together(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The experts of Jamba and Kimi-Linear as they are in memory: all in one tensor, gates first."""
+    found = dict(tensors)
+    names = (["gate_proj", "up_proj"], ["w1", "w3"], ["down_proj"], ["w2"])
+    last = ("experts.0.down_proj.weight", "experts.0.w2.weight")
+    for place in [name.partition("experts.0.")[0] for name in tensors if name.endswith(last)]:
+        for parts in names:
+            experts, place_of = [], f"{place}experts"
+            while f"{place_of}.{len(experts)}.{parts[0]}.weight" in found:
+                experts.append(torch.cat([found.pop(f"{place_of}.{len(experts)}.{part}.weight") for part in parts]))
+            if experts:
+                found[f"{place_of}.{'gate_up_proj' if len(parts) == 2 else 'down_proj'}"] = torch.stack(experts)
+    return found
+
+
+def kimi_in_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, tensor in together(tensors).items():
+        gate = any(part in name for part in (".A_log", ".dt_bias", ".f_a_proj", ".f_b_proj"))
+        name = name.replace("self_attn.", "self_attn.forget_gate.") if gate else name
+        found[name.replace(".block_sparse_moe.", ".mlp.")] = tensor
+    for name in [name for name in found if "q_conv1d" in name]:
+        parts = [found.pop(name.replace("q_conv1d", f"{one}_conv1d")) for one in "qkv"]
+        found[name.replace("q_conv1d", "conv1d")] = torch.cat(parts)
+    return found
+
+
+def kimi_published(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What transformers saves, but for the MLP of the first layer, which it renames as if there were experts."""
+    return {name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."): x for name, x in tensors.items()}
+
+
+def kimi_of_the_class(config: dict[str, Any]) -> None:
+    names = {"num_experts": "num_local_experts", "num_expert_group": "n_group", "moe_renormalize": "norm_topk_prob"}
+    names |= {"num_experts_per_token": "num_experts_per_tok", "model_max_length": "max_position_embeddings"}
+    config |= {new: config.pop(old) for old, new in names.items()}
+
+
+def older_zamba(config: dict[str, Any]) -> None:
+    older_rope(config)
+    kinds = config.pop("layers_block_type")
+    config["layer_types"] = ["mamba" if kind == "linear_attention" else kind for kind in kinds]
+
+
 SPELLINGS = [
+    ("jamba", "published", older_jamba, together),
+    ("kimi_linear", "published", lambda config: None, kimi_published),
+    ("kimi_linear", "groups", kimi_of_the_class, kimi_in_memory),
+    ("zamba2", "published", older_zamba, None),
     ("nemotron_h", "everything", older_nemotron, stacked),
     ("granitemoehybrid", "experts", older_granite, in_memory_names),
     ("bamba", "published", older_rope, None),
@@ -160,6 +213,35 @@ REFUSED = [
     ("falcon_h1", "published", "attn_layer_indices", {"attn_layer_indices": [1]}),
     ("falcon_h1", "published", "num_attention_heads", {"num_attention_heads": 5, "head_dim": None}),
     ("falcon_h1", "published", "a_new_option", {"a_new_option": 3}),
+    ("falcon_mamba", "published", "hidden_act", {"hidden_act": "gelu"}),
+    ("falcon_mamba", "published", "mixer_rms_eps", {"mixer_rms_eps": 0}),
+    ("jamba", "published", "hidden_act", {"hidden_act": "gelu"}),
+    ("jamba", "published", "mamba_inner_layernorms", {"mamba_inner_layernorms": False}),
+    ("jamba", "published", "sliding_window", {"sliding_window": 128}),
+    ("jamba", "published", "attn_layer_offset", {"attn_layer_offset": 4}),
+    ("jamba", "published", "router_aux_loss_coef", {"router_aux_loss_coef": -1}),
+    ("jamba", "published", "attention_dropout", {"attention_dropout": 0.5}),
+    ("kimi_linear", "published", "mla_use_nope", {"mla_use_nope": False}),
+    ("kimi_linear", "published", "moe_router_activation_func", {"moe_router_activation_func": "softmax"}),
+    ("kimi_linear", "published", "moe_layer_freq", {"moe_layer_freq": 2}),
+    ("kimi_linear", "published", "num_nextn_predict_layers", {"num_nextn_predict_layers": 1}),
+    ("kimi_linear", "published", "num_key_value_heads", {"num_key_value_heads": 1}),
+    ("kimi_linear", "published", "tie_word_embeddings", {"tie_word_embeddings": True}),
+    ("kimi_linear", "published", "layer_types", {"layer_types": ["full_attention"]}),
+    ("kimi_linear", "published", "mlp_layer_types", {"mlp_layer_types": ["dense", "sparse", "moe"]}),
+    ("kimi_linear", "published", "gate_lower_bound", {"linear_attn_config": {"gate_lower_bound": -5.0}}),
+    ("kimi_linear", "groups", "use_grouped_topk", {"use_grouped_topk": False}),
+    ("zamba2", "published", "layers_block_type", {"layers_block_type": ["mamba", "hybrid", "moe", "mamba", "hybrid"]}),
+    ("zamba2", "published", "num_hidden_layers", {"num_hidden_layers": 4}),
+    ("zamba2", "published", "hybrid_layer_ids", {"hybrid_layer_ids": [1]}),
+    ("zamba2", "published", "n_mamba_heads", {"n_mamba_heads": 5}),
+    ("zamba2", "published", "mamba_headdim", {"mamba_headdim": 8}),
+    ("zamba2", "published", "num_attention_heads", {"num_attention_heads": 5}),
+    ("zamba2", "published", "attention_head_dim", {"attention_head_dim": 8}),
+    ("zamba2", "published", "use_long_context", {"use_long_context": True}),
+    ("zamba2", "published", "use_shared_mlp_adapter", {"use_shared_mlp_adapter": False}),
+    ("zamba2", "published", "hidden_act", {"hidden_act": "tanh"}),
+    ("zamba2", "attention_adapters", "num_key_value_heads", {"num_key_value_heads": 2}),
 ]
 
 
@@ -169,6 +251,28 @@ def test_what_cannot_be_reproduced_is_refused(family: str, name: str, key: str, 
     with pytest.raises(UserError, match=f'"{key}"'.replace("[", r"\[").replace("]", r"\]")) as error:
         detect(config, "config.json").layout(config, "config.json")
     assert "\n" not in str(error.value)
+
+
+def test_a_kimi_config_whose_lists_of_layers_do_not_fit() -> None:
+    config = json.loads(case_of("kimi_linear", "published").build().config.to_json_string(use_diff=False))
+    config |= {"layer_types": None, "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 2]}}
+    with pytest.raises(UserError, match=r'"full_attn_layers" is .* must name every layer from 1 to 3 once'):
+        FORMATS["kimi_linear"].layout(config, "config.json")
+
+
+def test_jamba_wants_equal_distances(tmp_path: Path) -> None:
+    filled(case_of("jamba", "dense")).save_pretrained(tmp_path)
+    plain = open_checkpoint(tmp_path).plain
+    stock_config = FORMATS["jamba"].stock_config
+    assert stock_config is not None
+    plain.layers = [plain.layers[kind] for kind in (0, 0, 1, 0, 0, 1, 0)]
+    assert {key: stock_config(plain, {})[f"attn_layer_{key}"] for key in ("period", "offset")} == {
+        "period": 3,
+        "offset": 2,
+    }
+    plain.layers = [plain.layers[kind] for kind in (0, 2, 2, 1)]
+    with pytest.raises(UserError, match="layers 1, 2 have attention; JambaConfig wants equal distances"):
+        stock_config(plain, {})
 
 
 def test_a_config_file_of_another_library_is_an_outline(tmp_path: Path) -> None:

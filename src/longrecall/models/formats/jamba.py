@@ -10,6 +10,7 @@ from typing import Any
 from longrecall.errors import UserError
 from longrecall.models.formats.expressions import Source
 from longrecall.models.formats.fields import Fields
+from longrecall.models.formats.hybrid_common import no_dropout
 from longrecall.models.formats.layout import Layout
 from longrecall.models.formats.mamba_common import mixer_sources, time_step_rank
 from longrecall.models.formats.moe_common import balance_of, coefficient, expert_sources, mlp_sources
@@ -52,7 +53,8 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
     }
     with_attention = _places(fields, "attn_layer", 8, 4, layers)
     # Training and speed, and what is returned beside the logits.
-    fields.ignore("attention_dropout", "output_router_logits", "num_logits_to_keep", "calc_logits_for_entire_prompt")
+    no_dropout(fields, "attention_dropout")
+    fields.ignore("output_router_logits", "num_logits_to_keep", "calc_logits_for_entire_prompt")
     fields.ignore("use_mamba_kernels", "use_mambapy", "use_associative_scan")
     config = {
         "vocab_size": fields.integer("vocab_size", 65536),

@@ -11,6 +11,7 @@ from typing import Any
 
 from longrecall.models.formats.expressions import Source
 from longrecall.models.formats.fields import Fields
+from longrecall.models.formats.hybrid_common import no_dropout
 from longrecall.models.formats.layout import Layout
 from longrecall.models.formats.moe_common import expert_sources, mlp_sources
 from longrecall.models.formats.sources import either, reshaped, same, split, squeeze_conv
@@ -46,8 +47,9 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
     }
     pairs = list(zip(_mixer_kinds(fields, linear, layers), _mlp_kinds(fields, layers), strict=True))
     linear.finish()
+    no_dropout(fields, "attention_dropout")
     # Attention has no positions; the others are of training, of speed, or not read by any code.
-    fields.ignore("rope_theta", "rope_scaling", "head_dim", "attention_dropout", "output_router_logits")
+    fields.ignore("rope_theta", "rope_scaling", "head_dim", "output_router_logits")
     fields.ignore("pretraining_tp", "use_grouped_topk", "qk_head_dim")
     config = {
         "vocab_size": fields.integer("vocab_size", 163840),

@@ -19,6 +19,7 @@ from longrecall.models.formats.hybrid_common import (
     activation,
     layer_kinds,
     module_sources,
+    no_dropout,
     rotation_fields,
     written_kinds,
     written_rope,
@@ -48,7 +49,7 @@ def layout(raw: dict[str, Any], where: str) -> Layout:
     fields.require("hybrid_layer_ids", uses, [uses], "it follows from layers_block_type")
     owners = uses[: fields.integer("num_mem_blocks", 1)]
     # Training, initialisation and speed, numbers that follow from others, and what the class does not read.
-    fields.ignore("time_step_max", "time_step_floor", "attention_dropout", "chunk_size", "use_mem_eff_path")
+    fields.ignore("time_step_max", "time_step_floor", "chunk_size", "use_mem_eff_path")
     fields.ignore("use_mamba_kernels", "num_logits_to_keep", "use_conv_bias", "kv_channels", "num_query_groups")
     config = {
         "vocab_size": fields.integer("vocab_size", 32000),
@@ -189,6 +190,7 @@ def _attention(fields: Fields, hidden: int) -> dict[str, Any]:
     head_dim = 2 * hidden // heads
     fields.require("attention_hidden_size", 2 * hidden, [2 * hidden], "attention reads the stream and the embeddings")
     fields.require("attention_head_dim", head_dim, [head_dim], "it follows from num_attention_heads")
+    no_dropout(fields, "attention_dropout")
     fields.require("use_long_context", False, [False], "it turns heads by other angles")
     turned = fields.flag("use_mem_rope", False)
     if not turned:
