@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from longrecall.cli.info import backends_as_text, describe_backends
 from longrecall.cli.main import main
 from longrecall.ops import BACKENDS, backends
+from tests.hybrids import HYBRIDS, WIDTH
 
 
 def test_backends_are_listed_with_their_reasons(
@@ -73,6 +75,27 @@ def test_old_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends.why_no_kernels() == "the GPU has compute capability 7.5; 8.0 or later is needed"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert backends.why_no_kernels() is None
+
+
+def test_a_hybrid_of_many_layers_is_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers that are alike are one row, wherever they stand; blocks and branches have their names."""
+    file = tmp_path / "model.json"
+    for name, rows in (
+        ("nemotron", [["0-19", "mamba2"], ["20-39", "moe"], ["40-59", "attention"]]),
+        ("falcon", [["0-49", "parallel", "attention"]]),
+        ("kimi", [["0", "kda"], ["1", "kda"], ["2", "mla"]]),
+    ):
+        layers = HYBRIDS[name]["layers"]
+        if name == "nemotron":
+            layers = [layers[index] for index in (0, 1, 4) for _ in range(20)]
+        elif name == "falcon":
+            layers = [{**layers[0], "repeat": 50}]
+        file.write_text(json.dumps({"vocab_size": 64, "hidden_size": WIDTH, "layers": layers}))
+        assert main(["info", str(file)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[: len(row)] for line, row in zip(lines[1:], rows, strict=False)] == rows
+        assert lines[len(rows) + 1].startswith("total")
+        assert ("num_experts=4 top_k=2" in "".join(lines)) is (name != "falcon")
 
 
 @pytest.mark.parametrize(

@@ -392,3 +392,21 @@ def test_a_model_ruled_by_its_first_token_remembers_everything() -> None:
     ids = np.tile(np.arange(64), (2, 1))
     values = [point["value"] for point in effective_remembrance(FirstTokens(), ids, [0, 1, 32, 63])["points"]]
     assert values[0] == 0.0 and min(values[1:]) > 0.9
+
+
+def test_statistics_of_layers_of_blocks() -> None:
+    """A layer may have several recurrences, or none at all; each entry says what it is."""
+    from tests.hybrids import hybrid
+    from tests.models.test_blocks import build
+
+    expected = {
+        "nemotron": [(0, "mamba2"), (2, "mamba2")],
+        "falcon": [(0, "mamba2 (ssm)"), (1, "mamba2 (ssm)")],
+        "kimi": [(0, "kda"), (1, "kda")],
+        "rwkv": [(0, "rwkv7"), (1, "rwkv7")],
+        "two_states": [(0, "gla"), (0, "delta_net (second)"), (1, "mamba2 (second)")],
+    }
+    for name, layers in expected.items():
+        model = build(name) if name == "two_states" else hybrid(name)
+        found = state_statistics(model, some_ids(2, 20) % model.config.vocab_size, [10, 20])
+        assert [(entry["layer"], entry["mixer"]) for entry in found["layers"]] == layers

@@ -256,7 +256,7 @@ def test_expand_is_advised_for_the_layers_that_fit(tokenizer: Any) -> None:
     }
     (finding,) = verdict(result)
     commands = finding["advice"].split("; or ")
-    assert commands[0].endswith("longrecall expand 'my model' bigger/ --method grow_state --layers 0,2")
+    assert commands[0].endswith("longrecall expand 'my model' bigger/ --method grow_state --layers all")
     retrieval = "longrecall expand 'my model' retrieving/ --method add_retrieval --layers "
     assert commands[1].endswith(f"{retrieval}0,1,2 --chunk 8") and len(commands) == 2
     check_advice(finding["advice"])
@@ -271,13 +271,14 @@ def test_expand_is_advised_for_the_layers_that_fit(tokenizer: Any) -> None:
     assert "no method of expand enlarges the state of lstm; add retrieval" in lstm
     assert lstm.endswith(f"{retrieval}0 --chunk 8")
     assert "finish the handover" in advice_for("gla (old)", "gla (new)")
-    # Mixers inside retrieval layers can grow; retrieval comes once, and branches of hymba are no layers of their own.
+    # Mixers inside retrieval layers can grow; retrieval comes once.
     inside = advice_for("gla (base)", "gla (base)", "mamba2")
-    assert "--method merge_heads --layers 0,1; or " in inside and inside.endswith(f"{retrieval}2 --chunk 8")
+    assert "--method merge_heads --layers all; or " in inside and inside.endswith(f"{retrieval}2 --chunk 8")
     assert "retrieving/" not in advice_for("gla (base)")
-    hymba = advice_for("mamba2 (ssm)", "retnet (base)")
-    assert "--method merge_heads --layers 1" in hymba and hymba.endswith(f"{retrieval}0 --chunk 8")
-    assert advice_for("mamba2 (base.ssm)").endswith("train with a larger state")
+    # So can branches, but no second block of a layer.
+    branches = advice_for("mamba2 (ssm)", "mamba2 (base.ssm)", "retnet")
+    assert "--method grow_state --layers all" in branches and branches.endswith(f"{retrieval}0,2 --chunk 8")
+    assert "no method of expand enlarges" in advice_for("mamba2 (second)")
 
 
 def test_a_model_of_attention_alone_has_no_state_to_look_at(tokenizer: Any) -> None:

@@ -19,6 +19,7 @@ from longrecall.models.formats.native import model_card
 from longrecall.models.formats.weights import SafetensorsWeights
 from longrecall.models.loading import load
 from longrecall.models.recurrent_lm import RecurrentLM
+from tests.hybrids import hybrid_config
 from tests.models.checkpoints import (
     GLA,
     HANDOVER,
@@ -189,6 +190,16 @@ def test_tokenizer_is_saved_beside_the_model(tmp_path: Path) -> None:
     names = {path.name for path in open_checkpoint(tmp_path / "out").companion_files()}
     assert names == {"tokenizer.json", "generation_config.json"}
     assert open_checkpoint(tmp_path / "out").surgery == [RECORD]
+
+
+def test_model_card_of_a_hybrid() -> None:
+    """Every block has its name, and equal layers are one row."""
+    cards = {name: model_card(hybrid_config(name), 1, "float32", []) for name in ("nemotron", "falcon", "kimi", "rwkv")}
+    assert "| 0,2 | mamba2 | 256 | - |" in cards["nemotron"] and "| 1 | moe | 0 | - |" in cards["nemotron"]
+    assert "| 3 | mlp | 0 | - |" in cards["nemotron"] and "- moe" in cards["nemotron"]
+    assert "| 0-1 | parallel (attention, mamba2) | 256 | 24 |" in cards["falcon"] and "- mamba2" in cards["falcon"]
+    assert "| 1 | kda + moe | 180 | - |" in cards["kimi"] and "- mla" in cards["kimi"]
+    assert "| 0 | rwkv7 + rwkv7_channel | 256 | - |" in cards["rwkv"]
 
 
 def test_model_card_joins_equal_layers() -> None:

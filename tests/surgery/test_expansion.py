@@ -152,12 +152,13 @@ def test_dry_run_and_real_run_agree(base: Path, tmp_path: Path) -> None:
 def test_table_shows_every_layer_totals_and_warnings(base: Path, tmp_path: Path) -> None:
     summary = expand(base, tmp_path / "out", method="grow_state", layers="0,2", init="inherit", dry_run=True)
     lines = summary.table().splitlines()
-    assert lines[0].split() == ["layer", "mixer", "state", "new", "state", "parameters", "new", "parameters"]
-    assert lines[1].split()[:5] == ["0", "*", "mamba2", "128", "512"]
+    assert lines[0].split() == ["layers", "mixer", "state", "new", "state", "parameters", "new", "parameters"]
+    # Layers that are alike are one row.
+    assert lines[1].split()[:5] == ["0,2", "*", "mamba2", "128", "512"]
     assert lines[2].split()[:4] == ["1", "attention", "0", "0"]
-    assert "256" in lines[4] and "1,024" in lines[4] and f"{summary.parameters_after:,}" in lines[4]
-    assert "x4" in lines[5] and lines[6].startswith("warning: ") and "zero for ever" in lines[6]
-    assert len({len(line) for line in lines[:5]}) == 1
+    assert "256" in lines[3] and "1,024" in lines[3] and f"{summary.parameters_after:,}" in lines[3]
+    assert "x4" in lines[4] and lines[5].startswith("warning: ") and "zero for ever" in lines[5]
+    assert len({len(line) for line in lines[:4]}) == 1
 
 
 def test_a_handover_also_tells_what_remains_when_it_is_done(base: Path, tmp_path: Path) -> None:

@@ -164,19 +164,13 @@ def backends_as_text(backends: Sequence[dict[str, Any]]) -> str:
 
 def as_text(facts: dict[str, Any]) -> str:
     """Return the data of `describe` as the lines that a person reads."""
-    from longrecall.tables import aligned
+    from longrecall.tables import aligned, grouped
 
-    rows = [("layer", "mixer", "sizes", "state", "parameters")]
-    for layer in facts["layers"]:
-        rows.append(
-            (
-                str(layer["index"]),
-                layer["mixer"],
-                layer["sizes"],
-                f"{layer['state_size']:,}",
-                f"{layer['parameters']:,}",
-            )
-        )
+    layers = [
+        (layer["mixer"], layer["sizes"], f"{layer['state_size']:,}", f"{layer['parameters']:,}")
+        for layer in facts["layers"]
+    ]
+    rows = [("layers", "mixer", "sizes", "state of each", "parameters of each"), *grouped(layers)]
     rows.append(("total", "", "(embeddings and head included)", f"{facts['state_size']:,}", f"{facts['parameters']:,}"))
     cache, context = facts["key_value_cache"], facts["training_context"]
     lines = [

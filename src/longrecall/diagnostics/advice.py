@@ -12,10 +12,13 @@ from longrecall.layers.descriptions.retrieval import RetrievalConfig
 from longrecall.surgery.method import ANY_MIXER
 from longrecall.surgery.registry import METHODS
 
+_LOOKED_INTO = {"", "base", "attention", "ssm", "third"}
+"""Fields of mixers in which surgery looks for a mixer that it fits: the base of retrieval, branches side by side."""
+
 
 @dataclass(frozen=True)
 class Advice:
-    """What the commands need: paths, lengths in tokens, (layer, mixer) of every recurrent layer, how many layers.
+    """What the commands need: paths, lengths in tokens, (layer, mixer) of every recurrent layer.
 
     `context_length`: the training length that the checkpoint itself states; `sequences`, `doublings`: how many windows
     were asked for, and how often the pass keys of a length might be doubled.
@@ -26,7 +29,6 @@ class Advice:
     training_length: int
     longest: int
     mixers: tuple[tuple[int, str], ...]
-    layer_count: int | None
     context_length: int | None
     sequences: int
     doublings: int
@@ -42,7 +44,6 @@ class Advice:
             int(settings["training_length"]),
             int(settings["training_length"]) * int(settings["multiple"]),
             tuple((int(layer["layer"]), str(layer["mixer"])) for layer in layers),
-            result["checkpoint"].get("layers"),
             result["checkpoint"].get("context_length"),
             int(settings.get("sequences", 1)),
             int(settings.get("recall_doublings", 0)),
@@ -121,7 +122,7 @@ class Advice:
         found = [(layer, *mixer.rstrip(")").partition(" (")[::2]) for layer, mixer in self.mixers]
         if any(path.rpartition(".")[2] in ("old", "new") for _, _, path in found):
             return f"finish the handover that the checkpoint is in first: {self._train('run.output=trained/')}"
-        own = [(layer, kind) for layer, kind, path in found if path in ("", "base")]
+        own = [(layer, kind) for layer, kind, path in found if set(path.split(".")) <= _LOOKED_INTO]
         fits = {
             name: [layer for layer, kind in own if kind in method.mixers]
             for name, method in METHODS.items()
@@ -132,8 +133,8 @@ class Advice:
         if not fits[name]:
             names = ", ".join(sorted({kind for _, kind, _ in found}))
             return f"no method of expand enlarges the state of {names}; {retrieval or 'train with a larger state'}"
-        layers = "all" if len(fits[name]) == self.layer_count else ",".join(map(str, fits[name]))
-        command = f"longrecall expand {self.checkpoint} bigger/ --method {name} --layers {layers}"
+        # All that the method fits: those of other kinds are left alone.
+        command = f"longrecall expand {self.checkpoint} bigger/ --method {name} --layers all"
         return "; or ".join([f"expand the state, then post-train: {command}", *([retrieval] if retrieval else [])])
 
     def _add_retrieval(self, layers: Sequence[int]) -> str:

@@ -45,7 +45,6 @@ from longrecall.evaluation.results import SCHEMA, environment, now
 from longrecall.models.checkpoint import open_checkpoint
 from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.loading import load, preferred_device
-from longrecall.models.sizes import mixer_of
 from longrecall.tasks.encoding import Cell, PieceEncoder
 from longrecall.tasks.passkey import Passkey
 from longrecall.tasks.text import read_text
@@ -288,8 +287,7 @@ class _Run:
                 sections["perplexity"] = losses.entries(plan.seed)
             if "state" in plan.parts:
                 statistics = StateStatistics.joined(positions, [part["state"] for part in found])
-                mixers = [mixer_of(layer) for layer in self.model.config.layers]
-                sections["state"] = statistics.entries(mixers, plan.seed)
+                sections["state"] = statistics.entries(self.model.config.layer_configs(), plan.seed)
             return sections
 
         return step

@@ -14,7 +14,7 @@ from longrecall.diagnostics.records import joined, to_plain
 from longrecall.diagnostics.streaming import Segment, read, recurrent_tensors
 from longrecall.errors import UserError
 from longrecall.evaluation.statistics import bootstrap_mean_interval, bootstrap_ratio_interval
-from longrecall.models.sizes import mixer_of
+from longrecall.models.sizes import LayerConfig
 
 STATISTICS = ("mean", "std", "norm", "effective_rank", "stable_rank")
 
@@ -145,20 +145,17 @@ class StateStatistics:
             for name, values in _statistics(state).items():
                 seen[name][segment.end] = values
 
-    def entries(self, mixers: Sequence[dict[str, Any]], seed: int = 0) -> dict[str, Any]:
-        """Return what `state_statistics` returns; `mixers`: the description of every layer's mixer."""
+    def entries(self, described: Sequence[LayerConfig], seed: int = 0) -> dict[str, Any]:
+        """Return what `state_statistics` returns; `described`: every layer of the model."""
         layers = []
         for (layer, path), seen in sorted(self._seen.items()):
-            description = mixers[layer]
-            for part in path.split(".") if path else ():
-                description = description[part]
             keys, values = self._sizes[layer, path]
             heads = next(iter(seen["norm"].values())).shape[1]
             means = {name: [at[position].mean(axis=0) for position in sorted(at)] for name, at in seen.items()}
             layers.append(
                 {
                     "layer": layer,
-                    "mixer": description["type"] + (f" ({path})" if path else ""),
+                    "mixer": described[layer].module_at(path).type + (f" ({path})" if path else ""),
                     "key_dim": keys,
                     "value_dim": values,
                     "growth": _growth(seen["norm"], seed),
@@ -257,7 +254,8 @@ def state_statistics(
         ``{"positions": [...], "fill": [...], "layers": [{"layer", "mixer", "key_dim", "value_dim", "growth",
         "heads": [{...}]}]}``; a head maps "mean", "std" (over the entries of its K x V state, population), "norm"
         (Frobenius), "effective_rank" and "stable_rank" to one number per position; None where a number is not finite.
-        A layer in a handover has one entry for each of its two paths; attention layers have none. "fill" has for each
+        A layer in a handover has one entry for each of its two paths, a layer of several blocks one for each that
+        has a recurrence; attention layers have none. "fill" has for each
         position ``{"position", "value", "low", "high", "count"}``: the median over all heads of effective rank /
         min(K, V), and "growth" ``{"value", "low", "high"}`` for each position the layer's norm at the last position
         over the norm there; both with 95% bootstrap intervals over sequences (None with one).
@@ -273,4 +271,4 @@ def state_statistics(
         raise UserError("the model has no recurrent layers, so there is no state to look at; leave out the part state")
     statistics = StateStatistics(positions)
     read(model, ids[:, : max(positions)], [statistics], columns, advance, last_only=True)
-    return statistics.entries([mixer_of(layer) for layer in model.config.layers])
+    return statistics.entries(model.config.layer_configs())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from longrecall.tables import aligned
+from longrecall.tables import aligned, in_runs
 from longrecall.units import format_bytes
 
 
@@ -48,20 +47,13 @@ class ExportSummary:
         ]
         lines = aligned(rows, left=1)
         for old, new in dict.fromkeys((old, new) for _, old, new in self.padded):
-            layers = _runs([layer for layer, *sizes in self.padded if sizes == [old, new]])
+            layers = in_runs(layer for layer, *sizes in self.padded if sizes == [old, new])
             lines.append(f"padded with channels that add nothing: state_dim {old} -> {new} in layers {layers}")
         if self.travelling:
             lines.append(
                 f"{self.travelling} tensors of parts that longrecall does not run are written back as they were"
             )
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-
-def _runs(layers: Sequence[int]) -> str:
-    """Return rising numbers with neighbours joined: ``1-3,5``."""
-    starts = [layer for layer in layers if layer - 1 not in layers]
-    ends = [layer for layer in layers if layer + 1 not in layers]
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def _numbers(before: int, after: int) -> tuple[str, str, str]:

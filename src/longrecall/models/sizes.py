@@ -84,6 +84,18 @@ class LayerConfig:
         for index, block in enumerate(self.blocks):
             yield (f"{block.name}." if index else ""), block.module
 
+    def module_at(self, path: str) -> MixerConfig:
+        """The module that keeps a state under this path: "" for the first block's, ``ssm`` for a mixer inside it.
+
+        Later blocks have their names in front: ``second``, ``second.new``.
+        """
+        names = path.split(".") if path else []
+        block = next((block for block in self.blocks[1:] if names and block.name == names[0]), None)
+        found, names = (self.mixer, names) if block is None else (block.module, names[1:])
+        for name in names:
+            found = dict(found.parts())[name]
+        return found
+
     def state_shapes(self) -> StateShapes:
         """Shape of every state tensor of one sequence, without the batch dimension."""
         return {f"{path}{name}": shape for path, part in self.parts() for name, shape in part.state_shapes().items()}

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from longrecall.models.accounting import ModelAccount
-from longrecall.tables import aligned
+from longrecall.tables import aligned, grouped
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,14 @@ class ExpansionSummary:
         return asdict(self)
 
     def table(self) -> str:
-        """Return the table of a dry run: per layer old and new state and parameters, then totals and warnings."""
-        header = ("layer", "mixer", "state", "new state", "parameters", "new parameters")
+        """Return the table of a dry run: of each layer old and new state and parameters, then totals and warnings.
+
+        Layers that are alike stand in one row.
+        """
+        header = ("layers", "", "mixer", "state", "new state", "parameters", "new parameters")
         rows = [
             (
-                f"{change.layer}{' *' if change.chosen else ''}",
+                "*" if change.chosen else "",
                 _arrow(change.mixer_before, change.mixer_after),
                 f"{change.state_before:,}",
                 f"{change.state_after:,}",
@@ -81,13 +84,14 @@ class ExpansionSummary:
         ]
         total = (
             "total",
+            "",
             "(embeddings and head included)",
             f"{self.state_before:,}",
             f"{self.state_after:,}",
             f"{self.parameters_before:,}",
             f"{self.parameters_after:,}",
         )
-        lines = aligned([header, *rows, total], left=2)
+        lines = aligned([header, *grouped(rows), total], left=3)
         state = _ratio(self.state_after, self.state_before)
         lines.append(f"* {self.method}, {self.init}: state {state}, parameters {self._added():+,}")
         if self.retrieval_bytes:

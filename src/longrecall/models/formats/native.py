@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from longrecall.errors import UserError
+from longrecall.layers.descriptions.base import MixerConfig
+from longrecall.layers.descriptions.mlp import MLPConfig
 from longrecall.models.formats.layout import Layout
 from longrecall.models.formats.sources import same
 from longrecall.models.sizes import LayerConfig, ModelSizes, PlainConfig
+from longrecall.tables import groups, in_runs
 
 NAME = "native"
 MODEL_TYPE = "longrecall"
@@ -52,9 +55,9 @@ def model_card(
         with_code: the checkpoint brings code along by which transformers finds longrecall.
     """
     layers = config.layer_configs()
-    types = sorted({layer.mixer.type.replace("_", "-") for layer in layers})
+    types = sorted({part.type.replace("_", "-") for layer in layers for part in _modules(layer)})
     tags = "\n".join(f"- {tag}" for tag in ("longrecall", "linear-attention", "recurrent", *types))
-    rows = "\n".join(_row(*run) for run in _runs(layers))
+    rows = "\n".join(_row(numbers, layers[numbers[0]]) for numbers in groups(layers))
     done = "\n".join(surgery_line(record) for record in surgery)
     context = "unknown" if config.context_length is None else f"{config.context_length:,} tokens"
     return f"""---
@@ -74,7 +77,7 @@ tags:
 | width | {config.hidden_size:,} |
 | training context | {context} |
 
-| layers | mixer | state | MLP width |
+| layers | blocks | state | MLP width |
 |---|---|---|---|
 {rows}
 
@@ -108,9 +111,29 @@ model = AutoModelForCausalLM.from_pretrained("path/to/this/folder", trust_remote
 The code that it runs then is `modeling_longrecall.py`, which imports longrecall and does nothing else."""
 
 
-def _row(first: int, last: int, layer: LayerConfig) -> str:
-    layers = first if first == last else f"{first}-{last}"
-    return f"| {layers} | {layer.mixer.type} | {layer.state_size():,} | {layer.mlp_size or '-'} |"
+def _row(numbers: Sequence[int], layer: LayerConfig) -> str:
+    blocks = [layer.mixer, *(block.module for block in layer.blocks[1:] if not isinstance(block.module, MLPConfig))]
+    shown = " + ".join(_named(block) for block in blocks)
+    return f"| {in_runs(numbers)} | {shown} | {layer.state_size():,} | {layer.mlp_size or '-'} |"
+
+
+def _named(module: MixerConfig) -> str:
+    """What a module is, and what is inside it."""
+    inner = [_named(part) for _, part in module.parts()]
+    return f"{module.type} ({', '.join(inner)})" if inner else module.type
+
+
+def _modules(layer: LayerConfig) -> Iterator[MixerConfig]:
+    """Every token mixer of a layer, and what else it has beside an MLP, with what is inside."""
+    for block in layer.blocks:
+        if not isinstance(block.module, MLPConfig):
+            yield from _inside(block.module)
+
+
+def _inside(module: MixerConfig) -> Iterator[MixerConfig]:
+    yield module
+    for _, part in module.parts():
+        yield from _inside(part)
 
 
 def surgery_line(record: dict[str, Any]) -> str:
@@ -125,14 +148,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, dict) and {"before", "after"} <= set(value):
         return f"{value['before']} -> {value['after']}"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _runs(layers: Sequence[LayerConfig]) -> list[tuple[int, int, LayerConfig]]:
-    """Equal neighbours joined: (first index, last index, layer)."""
-    runs: list[tuple[int, int, LayerConfig]] = []
-    for index, layer in enumerate(layers):
-        if runs and runs[-1][2] == layer:
-            runs[-1] = (runs[-1][0], index, layer)
-        else:
-            runs.append((index, index, layer))
-    return runs
