@@ -21,15 +21,11 @@ from longrecall.models.formats.expressions import (
     Join,
     Numbered,
     Region,
-    Reorder,
-    RepeatHeads,
-    Reshape,
     Shape,
     Source,
-    SqueezeConvolution,
     Stack,
-    Transpose,
 )
+from longrecall.models.formats.transforms import Reorder, RepeatHeads, Reshape, SqueezeConvolution, Transpose
 
 
 def same(name: str, *other_spellings: str) -> Source:
