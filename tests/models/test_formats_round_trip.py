@@ -126,7 +126,7 @@ def test_a_model_that_the_stock_one_cannot_be_says_where(change: dict[str, Any],
 
 def test_a_mixer_that_a_format_does_not_have(tmp_path: Path) -> None:
     plain = open_checkpoint(VECTORS / "gla").plain
-    with pytest.raises(UserError, match=r'no layer of this model has a "mamba2" \(there are: gla\)'):
+    with pytest.raises(UserError, match=r'no layer of this model has a "mamba2" \(there are: gla, mlp\)'):
         stock_layout(FORMATS["transformers_mamba2"], plain, {})
 
 
