@@ -16,9 +16,8 @@ from longrecall.errors import UserError
 from longrecall.models.checkpoint import open_checkpoint
 from longrecall.models.formats import FORMATS, detect
 from longrecall.models.outline import open_outline
-from tests.models.families.case import VOCABULARY, filled
+from tests.models.families.case import VOCABULARY, case_of, filled
 from tests.models.round_trip import assert_round_trip
-from tests.models.test_families_surgery import case_of
 
 TOKENS = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(7))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,12 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.format}-{self.name}"
+
+
+def case_of(family: str, name: str) -> Case:
+    """The configuration `name` in the file `family`."""
+    cases: list[Case] = importlib.import_module(f"tests.models.families.{family}").CASES
+    return next(case for case in cases if case.name == name)
 
 
 def filled(case: Case, seed: int = 0) -> Any:
