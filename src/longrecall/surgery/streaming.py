@@ -50,6 +50,8 @@ def write_checkpoint(
         writer.set_config(config)
         for name, tensor in tensors:
             writer.add(name, tensor)
+            # Gone before the next one is read.
+            del tensor
         writer.set_surgery(records())
         writer.set_origin(source.origin)
         if with_code:

@@ -46,11 +46,15 @@ class ShardWriter:
         size = tensor.numel() * tensor.element_size()
         if self._shard and self._shard_bytes + size > self._max_bytes:
             self._flush()
-        # A copy of its own: the caller may reuse the memory, and safetensors refuses views that share storage.
-        self._shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        # A copy of its own: the caller may reuse the memory, and safetensors refuses views that share storage. Not of
+        # one that is written before the caller goes on: the experts of a layer take gigabytes.
+        fills = not self._shard and size >= self._max_bytes
+        self._shard[name] = tensor.detach().to("cpu", copy=not fills).contiguous()
         self._shard_bytes += size
         self._bytes += size
         self.placed[name] = self._parts
+        if fills:
+            self._flush()
 
     def finish(self) -> None:
         """Write what is left, and give the files their final names, now that their number is known."""
