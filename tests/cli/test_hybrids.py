@@ -1,4 +1,4 @@
-"""The verbs on hybrids, one after the other as a user has them: layers of every kind, and none of them is in the way."""
+"""The verbs on hybrids, one after the other as a user has them: layers of every kind, none of them is in the way."""
 
 from __future__ import annotations
 

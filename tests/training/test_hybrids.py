@@ -11,10 +11,12 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from longrecall.errors import UserError
+from longrecall.models.checkpoint import open_checkpoint
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.training.initial_states import InitialState
 from longrecall.training.recipe import Recipe
 from longrecall.training.segments import Segments, read_batch
+from longrecall.training.summary import trained_shapes
 from tests.hybrids import HYBRIDS, hybrid, save_hybrid
 from tests.training.interventions import intervene, override
 from tests.training.runs import equal, train, weights
@@ -165,3 +167,12 @@ def test_a_window_of_no_tokens_is_refused(tmp_path: Path) -> None:
         recipe("qwen", tmp_path, override("noise", std=1.0, attention_window=4))
     found = recipe("qwen", tmp_path, override("truncated_bptt", attention_window="4k")).initial_state
     assert found.attention_window == 4096
+
+
+@EVERY
+def test_the_plan_counts_what_is_trained(name: str, tmp_path: Path) -> None:
+    """From the config alone; what a checkpoint holds beside parameters (the correction of a router) is none of it."""
+    save_hybrid(name, tmp_path / "model")
+    planned = trained_shapes(recipe(name, tmp_path), open_checkpoint(tmp_path / "model"))
+    trained = {key: tuple(p.shape) for key, p in hybrid(name).named_parameters() if p.requires_grad}
+    assert planned == trained
