@@ -14,7 +14,6 @@ from longrecall.training.optimizer import ParameterGroup, parameter_groups, touc
 from longrecall.training.recipe import Recipe
 from longrecall.training.recipe_states import LearnedRecipe
 
-
 BUFFERS = (".progress", ".correction_bias")
 """Ends of names in a checkpoint that no optimizer sees: where a handover stands, what balances the load of experts."""
 
