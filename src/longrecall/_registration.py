@@ -25,7 +25,7 @@ _ALL_LINEAR = "all-linear"
 _NOT_OF_LINEAR_LAYERS = ("LNTUNING", "BEFT")
 """PEFT's methods whose targets are something else: norms, biases."""
 
-_SCALED = ["k_proj", "v_proj", "i_proj", "in_proj", "down_proj"]
+_SCALED = ["k_proj", "v_proj", "kv_b_proj", "i_proj", "in_proj", "down_proj"]
 """What IA3 scales: keys and values, by the names that mixers give them, and the input of an MLP's last layer."""
 
 

@@ -17,6 +17,7 @@ from longrecall.inference.generation import CapturedSampling
 from longrecall.layers.fused_delta import why_not
 from longrecall.layers.handover import Handover
 from tests.conftest import MIXERS
+from tests.hybrids import HYBRIDS, hybrid
 from tests.models.test_transformers_trainer import ROWS, model_of, trainer_of
 
 peft = pytest.importorskip("peft", reason='PEFT is not installed: pip install "peft>=0.21"')
@@ -205,3 +206,49 @@ def test_the_installed_version_of_peft_has_our_targets() -> None:
 
     assert constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING["longrecall"] == "all-linear"
     assert "longrecall" not in constants.TRANSFORMERS_MODELS_TO_LNTUNING_TARGET_MODULES_MAPPING
+
+
+ADAPTED_HYBRIDS: dict[str, tuple[str, ...]] = {
+    "qwen": (),
+    "nemotron": ("experts.up_proj", "experts.down_proj"),
+    "falcon": (),
+    "kimi": ("experts.gate_up_proj", "experts.down_proj"),
+    "rwkv": (),
+    "griffin": (),
+}
+"""Hybrid -> the stacked parameters of its experts, as docs/ecosystem.md names them."""
+
+
+@pytest.mark.parametrize("name", ADAPTED_HYBRIDS)
+def test_adapters_of_hybrids_train_come_back_and_merge(name: str, tmp_path: Path) -> None:
+    """Every linear layer of every block and branch, and the experts where they are asked for."""
+    experts, x = list(ADAPTED_HYBRIDS[name]), tokens()
+    model = hybrid(name)
+    linear = {key for key, module in model.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_parameters=experts or None)
+    found = adapted(model, config)
+    layers = {key for key, module in found.named_modules() if isinstance(module, peft.tuners.lora.Linear)}
+    assert {key.removeprefix("base_model.model.") for key in layers} == linear
+    trained = [key for key, parameter in found.named_parameters() if parameter.requires_grad]
+    layers_of_experts = sum("moe" in str(layer) for layer in HYBRIDS[name]["layers"])
+    assert sum(".experts." in key for key in trained) == 2 * len(experts) * layers_of_experts
+    found.train()(x, labels=x).loss.backward()
+    assert all(bool(found.get_parameter(key).grad.abs().sum() > 0) for key in trained)
+    with torch.no_grad():
+        together, said = found.eval()(x).logits, found.generate(input_ids=x, **GREEDY)
+        found.save_pretrained(tmp_path)
+        again = peft.PeftModel.from_pretrained(hybrid(name).double(), str(tmp_path), autocast_adapter_dtype=False)
+        torch.testing.assert_close(again.eval()(x).logits, together, rtol=1e-9, atol=1e-9)
+        merged = found.merge_and_unload()
+        torch.testing.assert_close(merged(x).logits, together, rtol=1e-9, atol=1e-9)
+        assert torch.equal(merged.generate(x, **GREEDY), said)
+
+
+def test_ia3_scales_keys_and_values_of_every_mixer_of_a_hybrid() -> None:
+    found = adapted(hybrid("kimi"), peft.IA3Config(task_type="CAUSAL_LM"))
+    scaled = {key.split(".layers.")[1] for key, parameter in found.named_parameters() if parameter.requires_grad}
+    assert {"0.mixer.k_proj", "0.mixer.v_proj", "2.mixer.kv_b_proj"} <= {key.partition(".ia3")[0] for key in scaled}
+    x = tokens()
+    with torch.no_grad():
+        together = found(x).logits
+        torch.testing.assert_close(found.merge_and_unload()(x).logits, together, rtol=1e-9, atol=1e-9)

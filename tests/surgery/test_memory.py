@@ -40,6 +40,7 @@ def test_a_model_of_30_billion_parameters_is_planned_in_seconds(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # 60 GB are read twice and written once.
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is measured as Linux tells it")
 @pytest.mark.parametrize("name", ["nemotron_3_nano_30b_a3b"])
 def test_a_model_of_30_billion_parameters_is_enlarged_in_a_few_gigabytes(name: str, tmp_path: Path) -> None:

@@ -14,6 +14,9 @@ from longrecall.training.optimizer import ParameterGroup, parameter_groups, touc
 from longrecall.training.recipe import Recipe
 from longrecall.training.recipe_states import LearnedRecipe
 
+BUFFERS = (".progress", ".correction_bias")
+"""Ends of names in a checkpoint that no optimizer sees: where a handover stands, what balances the load of experts."""
+
 
 @dataclass(frozen=True)
 class GroupSummary:
@@ -100,7 +103,7 @@ def plan(
 def trained_shapes(recipe: Recipe, source: Checkpoint) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every parameter that the run changes, from the config alone."""
     shapes = source.config.tensor_shapes()
-    shapes = {name: shape for name, shape in shapes.items() if not name.endswith(".progress")}
+    shapes = {name: shape for name, shape in shapes.items() if not name.endswith(BUFFERS)}
     if not isinstance(recipe.initial_state, LearnedRecipe):
         return shapes
     learned = learned_shapes(recipe.initial_state, source.config)
