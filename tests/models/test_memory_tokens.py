@@ -19,6 +19,8 @@ from longrecall.layers.mixers.registry import mixer_config
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
+from longrecall.training.segments import Segments, read_batch
+from tests.training.interventions import intervene
 
 D, VOCABULARY, MEMORY = 20, 61, 3
 SSM = {"type": "mamba", "inner_dim": 40, "state_dim": 3, "dt_rank": 4, "out_proj": False}
@@ -128,6 +130,21 @@ def test_descriptions_tensors_states_and_generation(name: str, tmp_path: Path) -
         text = torch.cat([text, model(text).logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(found, text)
     assert "memory tokens" in str(why_no_room(model, 4096))
+
+
+@torch.no_grad()
+def test_documents_beside_a_row_that_goes_on_begin_with_the_memory_tokens() -> None:
+    model, tokens = build("hymba"), ids(12)
+    initial = intervene("state_passing", model, attention_window=5, probability=1.0)
+    read_batch(model, tokens, tokens, torch.tensor([True, True]), initial)
+    state, segments = initial.before_batch(torch.tensor([True, True])), Segments.of([[5], []], 12)
+    assert state is not None
+    spread = segments.spread(state, initial.continues, model.zero_state)
+    logits = model(**segments.inputs(tokens, tokens), past_key_values=spread).logits.view(2, 12, -1)
+    # float64, the same sums in another order; states are passed on in float64 too.
+    torch.testing.assert_close(logits[0, 5:], model(tokens[:1, 5:]).logits[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(logits[1], model(tokens, past_key_values=state).logits[1], rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(logits[1], model(tokens).logits[1], atol=1e-3)
 
 
 @torch.no_grad()

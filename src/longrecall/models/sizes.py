@@ -115,9 +115,11 @@ class LayerConfig:
         """What transformers calls such a layer (`ALLOWED_LAYER_TYPES`).
 
         A layer with attention and a recurrence is "linear_attention" too, not "hybrid": sharding the tokens over
-        processes is as wrong for it, and Accelerate refuses that by this name alone.
+        processes is as wrong for it, and Accelerate refuses that by this name alone. So is one that shares keys.
         """
         kept = set(self.state_shapes())
+        if any(getattr(module, "shared_keys", None) for _, part in self.parts() for module in part.with_inner()):
+            return "linear_attention"
         if not kept:
             # The one name there for a layer without a token mixer, experts or not.
             return "moe"
@@ -128,7 +130,9 @@ class LayerConfig:
 
     def attention_caches(self) -> set[str]:
         """Names of the state's tensors that are caches of attention: those with the positions of their tokens."""
-        names = self.state_shapes()
+        shapes = self.state_shapes()
+        # Those of memory tokens are there from the start, and stay.
+        names = [name for name, shape in shapes.items() if not all(shape)]
         paths = {name.removesuffix("position") for name in names if name.rpartition(".")[2] == "position"}
         return {name for name in names if name.removesuffix(name.rpartition(".")[2]) in paths}
 
