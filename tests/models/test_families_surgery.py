@@ -40,6 +40,7 @@ ROWS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("rwkv", "published", "add_retrieval", {"chunk": 4}),
     ("naive.gated_deltaproduct", "published", "add_retrieval", {"chunk": 4}),
     ("naive.hgrn2", "hybrid", "add_retrieval", {"chunk": 4}),
+    ("naive.hymba", "published", "add_retrieval", {"chunk": 4}),
     ("naive.kda", "published", "subheads", {"factor": 2}),
     ("naive.mom", "published", "add_retrieval", {"chunk": 4}),
     ("naive.rwkv6", "published", "add_retrieval", {"chunk": 4}),

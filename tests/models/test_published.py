@@ -33,6 +33,7 @@ PUBLISHED: dict[str, tuple[float, dict[str, str]]] = {
     "jamba_1_5_mini": (51.57, {"method": "add_retrieval"}),
     "kimi_linear_48b_a3b": (49.12, {"method": "subheads"}),
     "zamba2_7b": (7.357, {"method": "grow_state"}),
+    "hymba_1_5b_base": (1.522797824, {"method": "add_retrieval"}),
     "nemotron_3_nano_30b_a3b": (31.6, {"method": "grow_state"}),
     "nemotron_h_8b_base_8k": (8.10, {"method": "grow_state"}),
     "olmo_hybrid_7b": (7.43, {"method": "subheads"}),

@@ -67,6 +67,8 @@ def why_not_fixed(model: RecurrentLM) -> str | None:
 
 def why_no_room(model: RecurrentLM, columns: int) -> str | None:
     """Return why a prompt of so many tokens is not read in segments; None where the state has or gets a fixed shape."""
+    if model.config.memory_tokens:
+        return "the model reads its memory tokens first, in one pass"
     if why_not_fixed(model) is None:
         return None
     if columns > MOST_ROOM:

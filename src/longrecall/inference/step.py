@@ -61,6 +61,8 @@ class DecodingStep:
         self.settings = StepSettings(batch, room, self.fused, model.dtype, wide, self.body.embeddings, self.tokens)
         self.steps = [LayerStep(cast(RecurrentLayer, layer), self.settings) for layer in model.model.layers]
         self.buffers = tuple(step.allocate() for step in self.steps)
+        # Memory tokens come before every text.
+        self.start = model.zero_state(batch) if model.config.memory_tokens else None
         self._clear()
         self._form_tables()
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -96,6 +98,9 @@ class DecodingStep:
             self.tokens.fill_(NO_TOKEN)
         for step, buffers in zip(self.steps, self.buffers, strict=True):
             step.clear(buffers)
+        if self.start is not None:
+            for step, buffers, layer in zip(self.steps, self.buffers, self.start.layers, strict=True):
+                step.load(buffers, layer, self.position)
 
     def __call__(self) -> Tensor:
         """Read `ids` ``[B]``, advance the buffers, return logits ``[B, vocab]``, overwritten by the next call.

@@ -132,9 +132,10 @@ def describe_sizes(mixer: dict[str, Any], mlp_size: int = 0) -> str:
     inside them, retrieval its base.
     """
     if mixer["type"] == "retrieval":
-        base, own = mixer["base"], ("chunk", "top_k", "encoder_dim", "num_heads", "kv_heads", "head_dim")
+        base, own = mixer.get("base"), ("chunk", "top_k", "encoder_dim", "num_heads", "kv_heads", "head_dim")
         shown = " ".join([mixer["selector"], *(f"{name}={mixer[name]}" for name in own), f"blend={mixer['blend']}"])
-        return f"{base['type']} {describe_sizes(base)} + {shown}{f' mlp={mlp_size}' if mlp_size else ''}"
+        before = f"{base['type']} {describe_sizes(base)} + " if base else ""
+        return f"{before}{shown}{f' mlp={mlp_size}' if mlp_size else ''}"
     if mixer["type"] == "handover":
         old, new = mixer["old"], mixer["new"]
         changed = {key: value for key, value in new.items() if value != old.get(key)}

@@ -28,6 +28,8 @@ class RecurrentConfig(ModelSizes, PreTrainedConfig):
         final_norm: the norm before the head; None = an RMS norm.
         logits_multiplier: what the logits are multiplied by.
         logits_soft_cap: c of ``c * tanh(logits / c)``, after the multiplier; None = no cap.
+        memory_tokens: learnt embeddings that are read before every text (meta tokens of Hymba); its attention layers
+            name them too.
 
     Raises:
         UserError: an unknown mixer or key, or a value that cannot be, named with its layer.
@@ -52,6 +54,7 @@ class RecurrentConfig(ModelSizes, PreTrainedConfig):
         final_norm: dict[str, Any] | None = None,
         logits_multiplier: float = 1.0,
         logits_soft_cap: float | None = None,
+        memory_tokens: int = 0,
         **kwargs: Any,
     ) -> None:
         plain = PlainConfig(
@@ -68,6 +71,7 @@ class RecurrentConfig(ModelSizes, PreTrainedConfig):
             final_norm,
             logits_multiplier,
             logits_soft_cap,
+            memory_tokens,
         )
         self.vocab_size = plain.vocab_size
         self.hidden_size = plain.hidden_size

@@ -52,7 +52,7 @@ MOST: Mapping[str, int] = {
         WIDTH: "hidden_size d_model intermediate_size mlp_size inner_size inner_dim head_dim headdim "
         "key_dim value_dim state_dim state_size d_state dt_rank time_step_rank mix_rank "
         "decay_rank rate_rank gate_rank encoder_dim input_dim channels filter_width filter_bands "
-        "expand value_rank latent_size shared_size moe_intermediate_size moe_latent_size "
+        "expand value_rank latent_size shared_size output_dim mamba_dt_rank moe_intermediate_size moe_latent_size "
         "moe_shared_expert_intermediate_size shared_expert_intermediate_size "
         "shared_intermediate_size kv_rank q_rank nope_dim rope_dim input_size linear_key_head_dim "
         "linear_value_head_dim ssm_state_size mamba_head_dim mamba_d_head mamba_d_ssm "
@@ -67,7 +67,7 @@ MOST: Mapping[str, int] = {
         "mamba_num_heads mamba_n_heads mamba_n_groups topk "
         "linear_num_heads num_shared_experts num_expert_group n_mamba_heads mamba_ngroups",
         PARTS: "memories filter_depth steps bound_rows bound_row num_memories num_householder num_mem_blocks",
-        TAPS: "conv_width conv_kernel conv_size d_conv kernel shift_dim meta_tokens "
+        TAPS: "conv_width conv_kernel conv_size d_conv kernel shift_dim meta_tokens memory_tokens num_memory_tokens "
         "linear_conv_kernel_dim mamba_d_conv conv1d_width short_conv_kernel_size",
         LENGTH: "context_length max_position_embeddings window window_size chunk max_length attention_window_size "
         "model_max_length",

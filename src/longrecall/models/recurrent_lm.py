@@ -16,7 +16,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from longrecall.errors import UserError
 from longrecall.layers.experts import Experts
 from longrecall.layers.lending import lend_weights
-from longrecall.layers.mixers.base import without_auxiliary_losses
+from longrecall.layers.mixers.base import LayerState, without_auxiliary_losses
 from longrecall.layers.norm import build_norm
 from longrecall.layers.passed import EMBEDDED, without_carried
 from longrecall.layers.projections import is_plain
@@ -77,6 +77,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             module.reset_parameters(std)
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
+        elif isinstance(module, RecurrentModel) and module.memory_tokens is not None:
+            nn.init.normal_(module.memory_tokens, std=std)
 
 
 class RecurrentModel(RecurrentPreTrainedModel):
@@ -90,6 +92,9 @@ class RecurrentModel(RecurrentPreTrainedModel):
         )
         lend_weights(list(self.layers))
         self.norm = build_norm(norm_config(config.final_norm), config.hidden_size, config.norm_eps)
+        self.memory_tokens = None
+        if config.memory_tokens:
+            self.memory_tokens = nn.Parameter(torch.empty(config.memory_tokens, config.hidden_size))
         self.embedding_norm = None
         if config.embedding_norm is not None:
             self.embedding_norm = build_norm(norm_config(config.embedding_norm), config.hidden_size, config.norm_eps)
@@ -105,13 +110,34 @@ class RecurrentModel(RecurrentPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embeddings = cast(nn.Embedding, value)
 
+    def memory_state(self, rows: int) -> RecurrentState:
+        """The state of so many rows from which every text begins: after the memory tokens of the model, at position 0.
+
+        It is computed anew, since it changes with the weights; gradients of what is read from it reach them.
+        """
+        assert self.memory_tokens is not None
+        x = self.memory_tokens[None]
+        position = torch.full((1,), -x.shape[1], dtype=torch.long, device=x.device)
+        context = None
+        if any(cast(RecurrentLayer, layer).mixer_config.reads_tokens for layer in self.layers):
+            # They are no words, and nobody looks them up.
+            nobody = torch.zeros((1, 0), dtype=torch.int32, device=x.device)
+            context = TokenContext.read(None, nobody, None, self.embeddings)
+        layers, _, _, _ = self._through_layers(self._in_dtype_of_stream(x), x.dtype, None, None, position, context)
+        kept = None if context is None else context.ids
+        state = RecurrentState(tuple(layers), position + x.shape[1], 0, kept)
+        return state.select_rows(torch.zeros(rows, dtype=torch.long, device=x.device))
+
+    def _in_dtype_of_stream(self, x: Tensor) -> Tensor:
+        return x.float() if self.config.residual_in_fp32 and x.dtype != torch.float64 else x
+
     def stream_of(self, x: Tensor) -> Tensor:
         """Embeddings ``[..., d]`` -> what the first layer reads, in the dtype of the residual stream."""
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        return x.float() if self.config.residual_in_fp32 and x.dtype != torch.float64 else x
+        return self._in_dtype_of_stream(x)
 
     def forward(
         self,
@@ -129,12 +155,43 @@ class RecurrentModel(RecurrentPreTrainedModel):
         `ids` ``[B, T]`` are the tokens that were embedded; layers that look up tokens need them (UserError without), or
         the `context` that they make with the state.
         """
-        context = self._token_context(state, mask, ids) if context is None else context
-        x, dtype = self.stream_of(x), x.dtype
-        carried = {EMBEDDED: x.to(dtype)} if self.passes_on else None
         batch, length = x.shape[:2]
+        if state is None and self.memory_tokens is not None:
+            state = self.memory_state(batch)
+        context = self._token_context(state, mask, ids) if context is None else context
+        dtype = x.dtype
         position = x.new_zeros(batch, dtype=torch.long) if state is None else state.position
-        new_layers, hidden, losses, update = [], [], [], None
+        stream = self.stream_of(x)
+        new_layers, (x, update), hidden, losses = self._through_layers(
+            stream, dtype, state, mask, position, context, keep_hidden
+        )
+        _, x = self.norm.of_stream(x, update, dtype)
+        if keep_hidden:
+            hidden.append(x)
+        read = length if mask is None else mask.sum(1)
+        columns = length + (0 if state is None else state.length)
+        kept = None if context is None else context.ids
+        return x, RecurrentState(tuple(new_layers), position + read, columns, kept), hidden, losses
+
+    def _through_layers(
+        self,
+        x: Tensor,
+        dtype: torch.dtype,
+        state: RecurrentState | None,
+        mask: Tensor | None,
+        position: Tensor,
+        context: TokenContext | None,
+        keep_hidden: bool = False,
+    ) -> tuple[list[LayerState], tuple[Tensor, Tensor | None], list[Tensor], list[Tensor]]:
+        """The stream ``[B, T, d]`` through all layers, computed in `dtype`.
+
+        Returns their new states, the stream and what is yet to be added to it, streams if asked for, losses.
+        """
+        carried = {EMBEDDED: x.to(dtype)} if self.passes_on else None
+        new_layers: list[LayerState] = []
+        hidden: list[Tensor] = []
+        losses: list[Tensor] = []
+        update: Tensor | None = None
         for index, layer in enumerate(self.layers):
             checkpointed = self.gradient_checkpointing and self.training
             # A sum is made here where it is returned, or all that is kept of a layer; and for compiled layers, of which
@@ -163,13 +220,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
                 carried = {**carried, **passed}
             new_layers.append(after)
             losses += own_losses
-        _, x = self.norm.of_stream(x, update, dtype)
-        if keep_hidden:
-            hidden.append(x)
-        read = length if mask is None else mask.sum(1)
-        columns = length + (0 if state is None else state.length)
-        kept = None if context is None else context.ids
-        return x, RecurrentState(tuple(new_layers), position + read, columns, kept), hidden, losses
+        return new_layers, (x, update), hidden, losses
 
     def _token_context(
         self, state: RecurrentState | None, mask: Tensor | None, ids: Tensor | None
@@ -334,7 +385,9 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         return (None if loss_only else logits), loss
 
     def zero_state(self, batch_size: int) -> RecurrentState:
-        """The state before the first token: zeros, on the model's device."""
+        """The state before the first token: zeros, or what the model's memory tokens leave, on the model's device."""
+        if self.model.memory_tokens is not None:
+            return self.model.memory_state(batch_size)
         layers = tuple(layer.zero_state(batch_size, self.device, self.dtype) for layer in self.config.layer_configs())
         context = torch.zeros((batch_size, 0), dtype=torch.int32, device=self.device)
         position = torch.zeros(batch_size, dtype=torch.long, device=self.device)

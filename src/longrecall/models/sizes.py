@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-ADDED = ("embedding_multiplier", "embedding_norm", "final_norm", "logits_multiplier", "logits_soft_cap")
+ADDED = (
+    *("embedding_multiplier", "embedding_norm", "final_norm", "logits_multiplier", "logits_soft_cap"),
+    "memory_tokens",
+)
 """Fields of a config.json that are written only where they are not at their default: most models have none."""
 
 LAYER_KEYS = ("mixer", "mlp_size", "blocks")
@@ -112,9 +115,11 @@ class LayerConfig:
         """What transformers calls such a layer (`ALLOWED_LAYER_TYPES`).
 
         A layer with attention and a recurrence is "linear_attention" too, not "hybrid": sharding the tokens over
-        processes is as wrong for it, and Accelerate refuses that by this name alone.
+        processes is as wrong for it, and Accelerate refuses that by this name alone. So is one that shares keys.
         """
         kept = set(self.state_shapes())
+        if any(getattr(module, "shared_keys", None) for _, part in self.parts() for module in part.with_inner()):
+            return "linear_attention"
         if not kept:
             # The one name there for a layer without a token mixer, experts or not.
             return "moe"
@@ -125,7 +130,9 @@ class LayerConfig:
 
     def attention_caches(self) -> set[str]:
         """Names of the state's tensors that are caches of attention: those with the positions of their tokens."""
-        names = self.state_shapes()
+        shapes = self.state_shapes()
+        # Those of memory tokens are there from the start, and stay.
+        names = [name for name, shape in shapes.items() if not all(shape)]
         paths = {name.removesuffix("position") for name in names if name.rpartition(".")[2] == "position"}
         return {name for name in names if name.removesuffix(name.rpartition(".")[2]) in paths}
 
@@ -198,6 +205,7 @@ class ModelSizes:
     final_norm: dict[str, Any] | None = None
     logits_multiplier: float = 1.0
     logits_soft_cap: float | None = None
+    memory_tokens: int = 0
 
     @property
     def num_hidden_layers(self) -> int:
@@ -232,6 +240,8 @@ class ModelSizes:
         """Name -> shape of every tensor of a checkpoint, in the order of docs/reference/tensors.md."""
         d = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embeddings.weight": (self.vocab_size, d)}
+        if self.memory_tokens:
+            shapes = {"model.memory_tokens": (self.memory_tokens, d)} | shapes
         if self.embedding_norm is not None:
             shapes |= under("model.embedding_norm", norm_config(self.embedding_norm).tensor_shapes(d))
         # Equal layers have equal tensors.
@@ -273,6 +283,7 @@ class PlainConfig(ModelSizes):
     final_norm: dict[str, Any] | None = None
     logits_multiplier: float = 1.0
     logits_soft_cap: float | None = None
+    memory_tokens: int = 0
     more: Mapping[str, Any] = field(default_factory=dict)
     """What transformers alone reads, such as token ids."""
 
@@ -295,9 +306,32 @@ class PlainConfig(ModelSizes):
             check_number("logits_soft_cap", self.logits_soft_cap, positive=True)
         for name in ("embedding_norm", "final_norm"):
             self._check_norm(name)
+        check_whole("memory_tokens", self.memory_tokens, least=0)
         layers = self.layer_configs()
         _check_lenders(layers)
+        for index, layer in enumerate(layers):
+            self._check_layer(index, layer)
         self.layers = [layer.to_dict() for layer in layers]
+
+    def _check_layer(self, index: int, layer: LayerConfig) -> None:
+        """What a layer alone cannot know: widths of parts, and the model's memory tokens."""
+        for block in layer.blocks:
+            if block.module.output_size(self.hidden_size) != self.hidden_size:
+                raise UserError(f'layer {index}: a "{block.module.type}" without out_proj is for a branch of hymba')
+            for module in block.module.with_inner():
+                self._check_module(index, module)
+
+    def _check_module(self, index: int, module: MixerConfig) -> None:
+        for name, inner in module.parts():
+            if module.type != "hymba" and inner.output_size(self.hidden_size) != self.hidden_size:
+                raise UserError(f'layer {index}: {name} of "{module.type}" needs its out_proj')
+        # Who keeps a cache with positions has to keep the memory tokens apart, which have none.
+        if module.type == "attention" or (not module.nested and "position" in module.state_shapes()):
+            own = getattr(module, "memory_tokens", 0)
+            if own != self.memory_tokens:
+                raise UserError(
+                    f'layer {index}: a "{module.type}" with memory_tokens {own} is in a model with {self.memory_tokens}'
+                )
 
     def _check_norm(self, name: str) -> None:
         given = getattr(self, name)

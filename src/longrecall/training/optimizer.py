@@ -14,6 +14,7 @@ from longrecall.training.recipe import OptimizerRecipe
 NO_DECAY = (
     *("norm.weight", "bias", "A_log", ".D", "mixing", "subhead_scale", "conv.weight", "embeddings.weight"),
     *("A_imag", "log_step", ".C", ".skip", ".frequency", "meta_key", "meta_value", "temperature"),
+    "memory_tokens",
     *(".mix", ".mix_x", ".mix_k", ".mix_v", ".mix_r", ".mix_up", ".value_share", ".bounds"),
     *("mix_down.weight", ".decay", "decay_down.weight", "decay_up.weight", ".bonus"),
     *(

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from longrecall.layers.mixers.base import LayerState
+from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 from longrecall.training.initial_states import InitialState
 from longrecall.training.initial_states.base import keep_rows, without_rows
@@ -61,10 +63,13 @@ class Segments:
             "cu_seqlens": torch.cat([self.row * self.length + self.begin, ends]).to(input_ids.device),
         }
 
-    def spread(self, state: RecurrentState, continues: bool) -> RecurrentState:
+    def spread(
+        self, state: RecurrentState, continues: bool, beginning: Callable[[int], RecurrentState] | None = None
+    ) -> RecurrentState:
         """Return the state of N pieces from one of B rows: the row's for its first piece, zeros for the others.
 
-        With `continues` a document that starts with its row starts from zeros too.
+        With `continues` a document that starts with its row starts from zeros too. `beginning`: makes the state before
+        the first token of so many rows, where that is not zeros (memory tokens).
         """
         keep = (self.begin == 0) & ~(self.opens & continues)
         spread = state if self.whole_rows else state.select_rows(self.row)
@@ -72,6 +77,10 @@ class Segments:
             return spread
         keep = keep.to(spread.position.device)
         layers = tuple(without_rows(layer, keep) for layer in spread.layers)
+        if beginning is not None:
+            fresh = beginning(len(keep)).layers
+            each = zip(layers, spread.layers, fresh, strict=True)
+            layers = tuple(old | _begun(layer, start, keep) for old, layer, start in each)
         return replace(spread, layers=layers, position=keep_rows(spread.position, keep))
 
     def ends(self, final: RecurrentState) -> RecurrentState:
@@ -80,6 +89,18 @@ class Segments:
             return final
         last = torch.searchsorted(self.row, torch.arange(self.rows), right=True) - 1
         return final.select_rows(last)
+
+
+def _begun(layer: LayerState, start: LayerState, keep: Tensor) -> LayerState:
+    """What is no cache of a layer's state: the rows where bool `keep` ``[N]``, those of `start` elsewhere."""
+    fixed = [name for name, tensor in layer.items() if tensor.shape == start[name].shape]
+    return {name: keep_rows(layer[name], keep, start[name]) for name in fixed}
+
+
+def _beginning(model: nn.Module) -> Callable[[int], RecurrentState] | None:
+    """What makes the state before the first token of a model, wrapped or not; None = it is zeros."""
+    inner = next(module for module in model.modules() if isinstance(module, RecurrentLM))
+    return inner.zero_state if inner.config.memory_tokens else None
 
 
 def read_batch(
@@ -105,7 +126,7 @@ def read_batch(
         before = initial.before_batch(text)
     elif initial.by_row:
         before = initial.before_batch(text)
-        before = None if before is None else segments.spread(before, initial.continues)
+        before = None if before is None else segments.spread(before, initial.continues, _beginning(model))
     else:
         before = initial.before_batch(text[segments.row])
     out = model(**arguments, past_key_values=before, loss_only=True)

@@ -97,7 +97,7 @@ def transformer(config: Config, w: Weights, ids: Tensor, mixer: Mixer, shared: d
 def head(config: Config, w: Weights, x: Tensor) -> Tensor:
     d = config["hidden_size"]
     if config.get("tie_word_embeddings"):
-        return x @ w("model.embeddings.weight", VOCABULARY, d).T
+        return x @ w(config.get("embedding_name", "model.embeddings.weight"), VOCABULARY, d).T
     return x @ w("lm_head.weight", VOCABULARY, d, size=2.0).T
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import pkgutil
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from longrecall.errors import UserError, did_you_mean
 from longrecall.layers.descriptions.base import MixerConfig, StateShapes, TensorShapes, linear
 from longrecall.layers.descriptions.rotary import RopeScaling, Rotation, rotation
 
+if TYPE_CHECKING:
+    from torch import nn
+
 HEAD, FULL = "head", "full"
+GIVE, TAKE = "give", "take"
+SHARED = ("shared_key", "shared_value", "shared_position")
+"""What a layer that gives its keys hands to later ones: the cache with the tokens of the pass, ``[B, S, ...]``."""
+MEMORY = ("memory_key", "memory_value")
+"""Keys and values of the model's memory tokens in the state ``[B, M, G, ...]``; to later layers ``shared_{name}``."""
 QK_NORMS = (HEAD, FULL)
 
 
@@ -19,10 +28,13 @@ class AttentionConfig(MixerConfig):
 
     type: ClassVar[str] = "attention"
     layer_class: ClassVar[str] = "longrecall.layers.mixers.attention:Attention"
+    taking_class: ClassVar[str] = "longrecall.layers.mixers.taking_attention:TakingAttention"
+    """The layer where it takes the keys of another."""
 
     optional_fields: ClassVar[tuple[str, ...]] = (
         *("meta_tokens", "rotary_share", "rope_scaling", "qk_norm", "qk_norm_offset", "qk_norm_eps", "output_gate"),
         *("scale", "key_multiplier", "soft_cap", "out_bias", "value_dim", "input_size"),
+        *("out_proj", "memory_tokens", "shared_keys"),
     )
 
     num_heads: int
@@ -59,6 +71,13 @@ class AttentionConfig(MixerConfig):
     """Channels of a value head; None = head_dim."""
     input_size: int | None = None
     """Width of what the layer reads; None = the model's width, which is what it returns."""
+    out_proj: bool = True
+    """Whether what is read is projected to the model's width. Without, it is a branch of `hymba`, which projects."""
+    memory_tokens: int = 0
+    """The model's memory tokens, if it has any: every token sees them, whatever the window."""
+    shared_keys: str | None = None
+    """"give": later layers may read its keys and values; "take": it reads those of the last layer before it that gives
+    them, and has none of its own; None = neither."""
 
     def __post_init__(self) -> None:
         self._require_positive("num_heads", "head_dim")
@@ -72,6 +91,12 @@ class AttentionConfig(MixerConfig):
         if self.qk_norm is not None and self.qk_norm not in QK_NORMS:
             hint = did_you_mean(str(self.qk_norm), QK_NORMS)
             raise UserError(f'mixer "{self.type}": qk_norm "{self.qk_norm}" is none of {", ".join(QK_NORMS)}.{hint}')
+        if self.shared_keys not in (None, GIVE, TAKE):
+            raise UserError(
+                f'mixer "{self.type}": shared_keys must be {GIVE}, {TAKE} or null, got {self.shared_keys!r}'
+            )
+        if self.memory_tokens or self.shared_keys is not None:
+            self._check_shared()
         if self.qk_norm_offset not in (0, 1):
             raise UserError(f'mixer "{self.type}": qk_norm_offset must be 0 or 1, got {self.qk_norm_offset!r}')
         if not 0 <= self.rotary_share <= 1:
@@ -80,6 +105,35 @@ class AttentionConfig(MixerConfig):
             _ = self.rotation
         except UserError as error:
             raise UserError(f'mixer "{self.type}": {error}') from None
+
+    def _check_shared(self) -> None:
+        if self.memory_tokens:
+            self._require_positive("memory_tokens")
+        if self.meta_tokens:
+            raise UserError(f'mixer "{self.type}": meta_tokens do not go with memory_tokens or shared_keys')
+        if self.memory_tokens and self.rope_scaling is not None and self.rope_scaling.turned_by_position:
+            raise UserError(
+                f'mixer "{self.type}": memory_tokens stand before the text, which angles of rope_type '
+                f'"{self.rope_scaling.rope_type}" do not know'
+            )
+
+    @property
+    def _passed(self) -> tuple[str, ...]:
+        """Names of the keys and values that layers share."""
+        return SHARED + (tuple(f"shared_{name}" for name in MEMORY) if self.memory_tokens else ())
+
+    @property
+    def takes(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Keys and values of an earlier layer, where it has none of its own."""
+        return self._passed if self.shared_keys == TAKE else ()
+
+    @property
+    def gives(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Its keys and values, where later layers may read them."""
+        return self._passed if self.shared_keys == GIVE else ()
+
+    def output_size(self, hidden_size: int) -> int:
+        return hidden_size if self.out_proj else self.num_heads * self.value_width
 
     @property
     def rotation(self) -> Rotation | None:
@@ -104,8 +158,18 @@ class AttentionConfig(MixerConfig):
         return without_rope_scaling_object(super().to_dict())
 
     def state_shapes(self) -> StateShapes:
+        if self.shared_keys == TAKE:
+            return {}
         heads = int(self.kv_heads or 0)
-        return {"key": (0, heads, self.head_dim), "value": (0, heads, self.value_width), "position": (0,)}
+        shapes: StateShapes = {
+            "key": (0, heads, self.head_dim),
+            "value": (0, heads, self.value_width),
+            "position": (0,),
+        }
+        if self.memory_tokens:
+            widths = (self.head_dim, self.value_width)
+            shapes |= {name: (self.memory_tokens, heads, wide) for name, wide in zip(MEMORY, widths, strict=True)}
+        return shapes
 
     def tensor_shapes(self, hidden_size: int) -> TensorShapes:
         heads, width, bias = int(self.kv_heads or 0), self.input_size or hidden_size, self.qkv_bias
@@ -116,13 +180,21 @@ class AttentionConfig(MixerConfig):
             shapes["meta_key"] = (self.meta_tokens, heads, self.head_dim)
             shapes["meta_value"] = (self.meta_tokens, heads, self.value_width)
         shapes |= linear("q_proj", queries + (read if self.output_gate else 0), width, bias=bias)
-        shapes |= linear("k_proj", keys, width, bias=bias)
-        shapes |= linear("v_proj", values, width, bias=bias)
-        shapes |= linear("o_proj", hidden_size, read, bias=self.out_bias)
+        if self.shared_keys != TAKE:
+            shapes |= linear("k_proj", keys, width, bias=bias) | linear("v_proj", values, width, bias=bias)
+        if self.out_proj:
+            shapes |= linear("o_proj", hidden_size, read, bias=self.out_bias)
         if self.qk_norm:
             own = (self.head_dim,) * 2 if self.qk_norm == HEAD else (queries, keys)
-            shapes |= {"q_norm.weight": (own[0],), "k_norm.weight": (own[1],)}
+            shapes |= {"q_norm.weight": (own[0],)}
+            shapes |= {} if self.shared_keys == TAKE else {"k_norm.weight": (own[1],)}
         return shapes
+
+    def build(self, hidden_size: int) -> nn.Module:
+        if self.shared_keys != TAKE:
+            return super().build(hidden_size)
+        layer: nn.Module = pkgutil.resolve_name(self.taking_class)(self, hidden_size)
+        return layer
 
     def why_no_room(self) -> str | None:
         return None

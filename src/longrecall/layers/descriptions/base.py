@@ -118,6 +118,10 @@ class MixerConfig:
     def check_hidden_size(self, hidden_size: int) -> None:
         """Raise UserError where the mixer does not fit a model of this width."""
 
+    def output_size(self, hidden_size: int) -> int:
+        """Channels of what the layer returns: the model's width, but for parts of a `hymba` without a projection."""
+        return hidden_size
+
     def build(self, hidden_size: int) -> nn.Module:
         """The layer, freshly initialised; raises UserError where it does not fit a model of this width."""
         self.check_hidden_size(hidden_size)

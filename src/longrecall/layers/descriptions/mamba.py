@@ -24,7 +24,7 @@ class MambaConfig(MixerConfig):
 
     type: ClassVar[str] = "mamba"
     layer_class: ClassVar[str] = "longrecall.layers.mixers.mamba:Mamba"
-    optional_fields: ClassVar[tuple[str, ...]] = ("input_norms", "norm_eps", "conv_activation")
+    optional_fields: ClassVar[tuple[str, ...]] = ("input_norms", "norm_eps", "conv_activation", "out_proj")
 
     inner_dim: int
     """Width I of x and of the gate z; expand * hidden_size in the published models."""
@@ -41,11 +41,16 @@ class MambaConfig(MixerConfig):
     """Added to the mean of the squares in these norms."""
     conv_activation: str = "silu"
     """What follows the convolution, one of `CONV_ACTIVATIONS`."""
+    out_proj: bool = True
+    """Whether the gated output is projected to the model's width. Without, it is a branch of `hymba`, which does so."""
 
     def __post_init__(self) -> None:
         self._require_positive("inner_dim", "state_dim", "dt_rank", "conv_width")
         self._require_one_of("input_norms", INPUT_NORMS)
         self._require_one_of("conv_activation", CONV_ACTIVATIONS)
+
+    def output_size(self, hidden_size: int) -> int:
+        return hidden_size if self.out_proj else self.inner_dim
 
     def state_shapes(self) -> StateShapes:
         # One head of N keys and I values, as far as shapes go; the decay differs for each of its numbers.
@@ -62,5 +67,5 @@ class MambaConfig(MixerConfig):
             **linear("x_proj", self.dt_rank + 2 * keys, inner),
             **(norms if self.input_norms == "weighted" else {}),
             **linear("dt_proj", inner, self.dt_rank, bias=True),
-            **linear("out_proj", hidden_size, inner, bias=self.proj_bias),
+            **(linear("out_proj", hidden_size, inner, bias=self.proj_bias) if self.out_proj else {}),
         }

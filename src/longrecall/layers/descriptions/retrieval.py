@@ -21,14 +21,16 @@ RUNNERS_UP = 4
 
 @dataclass(frozen=True)
 class RetrievalConfig(MixerConfig):
-    """A mixer and, beside it, cross-attention to chosen chunks of the token embeddings."""
+    """A mixer and, beside it, cross-attention to chosen chunks of the token embeddings; or that attention alone."""
 
     type: ClassVar[str] = "retrieval"
     layer_class: ClassVar[str] = "longrecall.layers.retrieval.module:Retrieval"
     step_class: ClassVar[str] = "longrecall.layers.retrieval.step:RetrievalStep"
     nested: ClassVar[tuple[str, ...]] = ("base",)
+    optional_fields: ClassVar[tuple[str, ...]] = ("base", "output_dim")
 
-    base: MixerConfig
+    base: MixerConfig | None = None
+    """None = retrieval alone, in the place of a branch of `hymba`: zeros where no chunk has ended."""
     chunk: int = 64
     """U, tokens of a chunk."""
     top_k: int = 4
@@ -44,6 +46,8 @@ class RetrievalConfig(MixerConfig):
     """Key-value heads, a divisor of num_heads; num_heads is the paper's multi-head attention."""
     alpha: float = 0.5
     """Share of the mixer in the output, with `learned` and `input` before training."""
+    output_dim: int | None = None
+    """Channels that retrieval without a base returns; None = the model's width."""
     blend: str = "fixed"
     """`fixed`: alpha everywhere; `learned`: one number a channel; `input`: a linear function of the input a channel."""
 
@@ -57,6 +61,13 @@ class RetrievalConfig(MixerConfig):
                 )
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
             raise UserError(f'mixer "retrieval": alpha must be a number from 0 to 1, got {self.alpha!r}')
+        if self.output_dim is not None:
+            self._require_positive("output_dim")
+        if self.base is None:
+            self._check_alone()
+            return
+        if self.output_dim is not None:
+            raise UserError('mixer "retrieval": output_dim is for retrieval without a base')
         if not isinstance(self.base, MixerConfig):
             raise UserError(f'mixer "retrieval": base must be a mixer description, got {self.base!r}')
         if self.base.reads_tokens:
@@ -64,9 +75,17 @@ class RetrievalConfig(MixerConfig):
                 'mixer "retrieval": base has a retrieval layer already; one layer retrieves once (raise its top_k)'
             )
 
+    def _check_alone(self) -> None:
+        if self.blend != "fixed":
+            raise UserError('mixer "retrieval": without a base there is nothing to blend with; blend must be fixed')
+        object.__setattr__(self, "alpha", 0.0)
+
     @property
     def reads_tokens(self) -> bool:
         return True
+
+    def output_size(self, hidden_size: int) -> int:
+        return self.output_dim or hidden_size
 
     @property
     def candidates(self) -> int:
@@ -74,10 +93,12 @@ class RetrievalConfig(MixerConfig):
         return self.top_k + (RUNNERS_UP if self.selector == "weighted" else 0)
 
     def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"base": self.base.to_dict()}
+        found = super().to_dict()
+        return found if self.base is None else found | {"base": self.base.to_dict()}
 
     def state_shapes(self) -> StateShapes:
-        base = {f"base.{name}": shape for name, shape in self.base.state_shapes().items()}
+        inner = {} if self.base is None else self.base.state_shapes()
+        base = {f"base.{name}": shape for name, shape in inner.items()}
         return base | {"chunk": (0, self.encoder_dim)}
 
     def tensor_shapes(self, hidden_size: int) -> TensorShapes:
@@ -86,24 +107,25 @@ class RetrievalConfig(MixerConfig):
         blend |= {"blend.weight": (hidden_size, hidden_size)} if self.blend == "input" else {}
         return {
             **({"temperature": (1,)} if self.selector == "weighted" else {}),
-            **under("base", self.base.tensor_shapes(hidden_size)),
+            **({} if self.base is None else under("base", self.base.tensor_shapes(hidden_size))),
             **linear("chunk_encoder", self.encoder_dim, hidden_size),
             **linear("query_encoder", self.encoder_dim, hidden_size),
             **linear("q_proj", queries, hidden_size),
             **linear("k_proj", keys, hidden_size),
             **linear("v_proj", keys, hidden_size),
-            **linear("o_proj", hidden_size, queries),
+            **linear("o_proj", self.output_size(hidden_size), queries),
             **blend,
         }
 
     def build(self, hidden_size: int) -> nn.Module:
-        layer: nn.Module = pkgutil.resolve_name(self.layer_class)(self, hidden_size, self.base.build(hidden_size))
+        base = None if self.base is None else self.base.build(hidden_size)
+        layer: nn.Module = pkgutil.resolve_name(self.layer_class)(self, hidden_size, base)
         return layer
 
     def why_no_room(self) -> str | None:
-        return self.base.why_no_room()
+        return None if self.base is None else self.base.why_no_room()
 
     def why_not_in_segments(self, length: int) -> str | None:
         if length % self.chunk:
             return f"chunks of {self.chunk} tokens do not fill segments of {length}"
-        return self.base.why_not_in_segments(length)
+        return None if self.base is None else self.base.why_not_in_segments(length)

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longrecall.layers.descriptions.attention import FULL, AttentionConfig
+from longrecall.layers.descriptions.attention import FULL, MEMORY, AttentionConfig
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.norm import Norm, RMSNorm
 from longrecall.layers.rotary import radians_of, token_positions, turned, turns
 from longrecall.layers.softmax_attention import FLASH_DTYPES, Scoring, attend, attend_causally
 from longrecall.layers.stepping.cache import PADDING_POSITION, CacheStep, appended, trimmed
-from longrecall.layers.stepping.step import Buffers, Step, StepSettings
+from longrecall.layers.stepping.step import Buffers, MixerStep, Progress, Step, StepSettings
 from longrecall.layers.stepping.stream import Stream
 from longrecall.ops.backends import why_no_kernel
 from longrecall.ops.execution import columns_are_in_order
@@ -55,7 +55,8 @@ class Attention(nn.Module):
     def __init__(self, config: AttentionConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
-        self.scoring = Scoring(config.score_scale, config.window, config.soft_cap, config.meta_tokens)
+        always = config.meta_tokens + config.memory_tokens
+        self.scoring = Scoring(config.score_scale, config.window, config.soft_cap, always)
         self.rotation = config.rotation
         heads, width, bias = int(config.kv_heads or 0), config.input_size or hidden_size, config.qkv_bias
         queries, keys = config.num_heads * config.head_dim, heads * config.head_dim
@@ -63,7 +64,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(width, queries + (read if config.output_gate else 0), bias=bias)
         self.k_proj = nn.Linear(width, keys, bias=bias)
         self.v_proj = nn.Linear(width, heads * config.value_width, bias=bias)
-        self.o_proj = nn.Linear(read, hidden_size, bias=config.out_bias)
+        self.o_proj = nn.Linear(read, hidden_size, bias=config.out_bias) if config.out_proj else None
         self.q_norm = self._norm(queries)
         self.k_norm = self._norm(keys)
         places = (config.meta_tokens, heads)
@@ -98,20 +99,47 @@ class Attention(nn.Module):
         positions = token_positions(position, x.shape[1], mask)
         heads = self.project(x, added)
         q, k = self.turn(heads, positions)
+        if self.config.memory_tokens and state is None:
+            return self._remember(heads._replace(q=q, k=k))
         key_positions = positions if mask is None else positions.masked_fill(~mask, PADDING_POSITION)
         cache = appended(state, {"key": k, "value": heads.v, "position": key_positions})
-        promised = columns_are_in_order()
+        promised, remembered = columns_are_in_order(), memory_of(state)
         in_order = promised or (mask is None and state is None)
-        y = self.output(self._read(q, cache, positions, in_order=in_order), heads.gate)
+        y = self.output(self._read(q, cache | remembered, positions, in_order=in_order), heads.gate)
+        more = remembered | self.passed_on(cache | remembered)
         if promised:
-            return y, cache
+            return y, cache | more
         if window is not None and mask is None and state is None:
             # Known without looking at positions, which would make the CPU wait in every training step.
             first = max(0, x.shape[1] + 1 - window)
-            return y, {name: tensor[:, first:] for name, tensor in cache.items()}
+            return y, {name: tensor[:, first:] for name, tensor in cache.items()} | more
         # A row that reads nothing but padding has its newest token before this segment.
         newest = positions[:, -1:] if mask is None else (position + mask.sum(1) - 1)[:, None]
-        return y, trimmed(cache, newest, window)
+        return y, trimmed(cache, newest, window) | more
+
+    def _remember(self, heads: Heads) -> tuple[Tensor, LayerState]:
+        """Read the memory tokens of the model, which come before every text; the heads are turned."""
+        memory = {"memory_key": heads.k, "memory_value": heads.v}
+        y = self.output(self.read_memory(heads.q, memory), heads.gate)
+        places = torch.zeros((len(y), 0), dtype=torch.long, device=y.device)
+        state = {"key": heads.k[:, :0], "value": heads.v[:, :0], "position": places} | memory
+        return y, state | self.passed_on(state)
+
+    def read_memory(self, q: Tensor, memory: Buffers) -> Tensor:
+        """Turned queries of the memory tokens themselves ``[B, M, H, P]`` -> ``[B, M, H, V]``."""
+        count = self.config.memory_tokens
+        if q.shape[1] != count:
+            raise ValueError(
+                f"text begins with the state after {count} memory tokens; got none and {q.shape[1]} tokens"
+            )
+        places = torch.arange(count, device=q.device).expand(len(q), -1)
+        scoring = Scoring(self.scoring.scale, None, self.scoring.soft_cap)
+        return attend(q, memory["memory_key"], memory["memory_value"], places, places, scoring, in_order=True)
+
+    def passed_on(self, cache: Buffers) -> LayerState:
+        """What later layers take of a cache, under the names of a state; nothing where it is not to be shared."""
+        given = self.config.gives
+        return {f"carried.{name}": cache[name.removeprefix("shared_")] for name in given}
 
     def project(self, x: Tensor, added: Projected | None = None) -> Heads:
         """x ``[B, T, d]`` -> queries, keys and values, not yet turned, and the gate.
@@ -123,18 +151,23 @@ class Attention(nn.Module):
 
     def cut(self, q: Tensor, k: Tensor, v: Tensor) -> Heads:
         """What the three projections gave ``[B, T, n]``, in heads and normed."""
+        q, gate = self.cut_queries(q)
+        return Heads(q, self._heads(k, self.k_norm), v.unflatten(-1, (-1, self.config.value_width)), gate)
+
+    def cut_queries(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the first projection gave ``[B, T, n]``: queries, in heads and normed, and the gate."""
         config, gate = self.config, None
         if config.output_gate:
             q, gate = q.unflatten(-1, (config.num_heads, -1)).split([config.head_dim, config.value_width], dim=-1)
             q = q.flatten(-2)
-        if config.qk_norm == FULL:
-            assert self.q_norm is not None and self.k_norm is not None
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (y.unflatten(-1, (-1, config.head_dim)) for y in (q, k))
-        if config.qk_norm not in (None, FULL):
-            assert self.q_norm is not None and self.k_norm is not None
-            q, k = self.q_norm(q), self.k_norm(k)
-        return Heads(q, k, v.unflatten(-1, (-1, config.value_width)), gate)
+        return self._heads(q, self.q_norm), gate
+
+    def _heads(self, y: Tensor, norm: RMSNorm | None) -> Tensor:
+        """Queries or keys ``[B, T, n]`` in heads ``[B, T, H, P]``, normed."""
+        full = self.config.qk_norm == FULL
+        y = norm(y) if norm is not None and full else y
+        y = y.unflatten(-1, (-1, self.config.head_dim))
+        return norm(y) if norm is not None and not full else y
 
     def turn(self, heads: Heads, positions: Tensor, radians: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Queries and keys of tokens at `positions` ``[B, T]``, turned; `radians` as for `rotary.turns`."""
@@ -169,21 +202,33 @@ class Attention(nn.Module):
         k, v = cache["key"], cache["value"]
         if self.meta_key is not None and self.meta_value is not None:
             k, v = _prepend(self.turned_meta_keys(), k), _prepend(self.meta_value, v)
+        if self.config.memory_tokens:
+            k, v = (torch.cat([cache[name].to(y.dtype), y], dim=1) for name, y in zip(MEMORY, (k, v), strict=True))
         return attend(q, k, v, positions, cache["position"], self.scoring, in_order=in_order)
 
     def output(self, found: Tensor, gate: Tensor | None) -> Tensor:
         """What the heads read ``[B, T, H, V]``, gated and projected: ``[B, T, d]``."""
-        y: Tensor = self.o_proj((found if gate is None else found * gate.sigmoid()).flatten(-2))
-        return y
+        y: Tensor = (found if gate is None else found * gate.sigmoid()).flatten(-2)
+        return y if self.o_proj is None else self.o_proj(y)
 
     def decoding_step(self, config: AttentionConfig, settings: StepSettings) -> Step:
         """The step that decodes one token with this layer, described by `config`."""
         return AttentionStep(config, self, settings)
 
 
+def memory_of(state: Buffers | None) -> LayerState:
+    """The keys and values of the memory tokens in a state; nothing where there are none."""
+    return {} if state is None else {name: state[name] for name in MEMORY if name in state}
+
+
 def _prepend(meta: Tensor, cached: Tensor) -> Tensor:
     """Meta keys or values ``[M, G, P]`` before the cached ones ``[B, S, G, P]`` of every row."""
     return torch.cat([meta.to(cached.dtype).expand(cached.shape[0], -1, -1, -1), cached], dim=1)
+
+
+def _cache_of(tensors: Buffers) -> dict[str, Tensor]:
+    """The tensors of a state with a column for every token."""
+    return {name: tensor for name, tensor in tensors.items() if name not in MEMORY}
 
 
 class AttentionStep(CacheStep):
@@ -193,7 +238,7 @@ class AttentionStep(CacheStep):
 
     def __init__(self, config: AttentionConfig, mixer: nn.Module, settings: StepSettings) -> None:
         assert isinstance(mixer, Attention)
-        device = mixer.k_proj.weight.device
+        device = mixer.q_proj.weight.device
         super().__init__(config, mixer, settings, mixer.config.window, device)
         self.radians = None if mixer.rotation is None else radians_of(mixer.rotation, device)
         self.fused = settings.fused and why_no_kernels(mixer) is None
@@ -210,12 +255,27 @@ class AttentionStep(CacheStep):
 
     def load(self, buffers: Buffers, state: LayerState, position: Tensor) -> int:
         self._turn_meta()
-        return super().load(buffers, state, position)
+        for name, tensor in memory_of(state).items():
+            buffers[name].copy_(tensor)
+        return super().load(_cache_of(buffers), _cache_of(state), position)
+
+    def allocate(self) -> dict[str, Tensor]:
+        whole = MixerStep.allocate(self)
+        return super().allocate() | memory_of(whole)
+
+    def export(self, buffers: Buffers, progress: Progress) -> LayerState:
+        return super().export(_cache_of(buffers), progress) | memory_of(buffers)
 
     def __call__(self, stream: Stream, norm: Norm | None, buffers: Buffers, position: Tensor) -> None:
+        self._call(stream, norm, buffers, position)
+        passed = self.mixer.passed_on(buffers)
+        stream.carried.update({name.removeprefix("carried."): tensor for name, tensor in passed.items()})
+
+    def _call(self, stream: Stream, norm: Norm | None, buffers: Buffers, position: Tensor) -> None:
         if not self.fused:
             stream.add(self.plain(stream.normed(norm)[:, None], buffers, position)[:, 0])
             return
+        assert self.mixer.o_proj is not None
         found = self._fused(stream, norm, buffers, position)
         if self.mixer.o_proj.bias is None:
             stream.add_product(found, self.mixer.o_proj.weight)
@@ -269,7 +329,9 @@ class AttentionStep(CacheStep):
 
 def why_no_kernels(mixer: Attention) -> str | None:
     """Why the kernels of a decoding step cannot serve this layer, in words; None = they can."""
-    config, like = mixer.config, mixer.k_proj.weight
+    config, like = mixer.config, mixer.q_proj.weight
+    if not config.out_proj or config.memory_tokens:
+        return "they read no memory tokens, and leave nothing unprojected"
     if config.value_width != config.head_dim:
         return f"values are as wide as keys ({config.head_dim}) there; got {config.value_width}"
     if config.rope_scaling is not None and mixer.rotation is not None and config.rope_scaling.turned_by_position:

@@ -19,8 +19,10 @@ from longrecall.layers.tokens import TokenContext
 class Hymba(nn.Module):
     r"""y = W_o mean_i(beta_i * norm(branch_i(x))), beta_i a learned weight of every channel.
 
-    The norms make branches of unlike magnitude comparable. A branch ends with its own output projection, the norm is
-    after it and W_o after their mean. Source: "Hymba: A Hybrid-head Architecture for Small Language Models", section
+    The norms make branches of unlike magnitude comparable. They are over what the branches return: of the published
+    models' branches, which have no output projection of their own, that is as wide as they are inside.
+
+    Source: "Hymba: A Hybrid-head Architecture for Small Language Models", section
     2.1.
     """
 
@@ -28,10 +30,11 @@ class Hymba(nn.Module):
         super().__init__()
         self.config = config
         self.paths = tuple(config.branches())
+        width = config.width(hidden_size)
         for path, branch in config.branches().items():
             self.add_module(path, branch.build(hidden_size))
-            self.add_module(f"{path}_norm", RMSNorm(hidden_size, config.norm_eps))
-        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+            self.add_module(f"{path}_norm", RMSNorm(width, config.norm_eps))
+        self.out_proj = nn.Linear(width, hidden_size, bias=False)
 
     def forward(
         self,

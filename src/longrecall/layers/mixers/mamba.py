@@ -35,7 +35,7 @@ class Mamba(nn.Module):
         self.dt_proj = nn.Linear(config.dt_rank, inner)
         self.A_log = nn.Parameter(torch.empty(inner, keys))
         self.D = nn.Parameter(torch.ones(inner))
-        self.out_proj = nn.Linear(inner, hidden_size, bias=config.proj_bias)
+        self.out_proj = nn.Linear(inner, hidden_size, bias=config.proj_bias) if config.out_proj else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -69,7 +69,7 @@ class Mamba(nn.Module):
             initial_state=None if state is None else state["recurrent"].squeeze(1),
         )
         y = (y * F.silu(z.to(wide))).to(x.dtype)
-        projected: Tensor = self.out_proj(y)
+        projected: Tensor = y if self.out_proj is None else self.out_proj(y)
         return projected, {"recurrent": final.unsqueeze(1), "conv": conv_state}
 
     def _normed(self, name: str, part: Tensor) -> Tensor:

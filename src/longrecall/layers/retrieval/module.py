@@ -55,9 +55,15 @@ class Retrieval(RetrievalWeights):
         **carried: Tensor | None,
     ) -> tuple[Tensor, LayerState]:
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state; `context` ends with the tokens of x."""
-        y, after = self.base(x, state_under(state, "base"), mask=mask, position=position, **carried)
+        y, after = self._nothing(x), dict[str, Tensor]()
+        if self.base is not None:
+            y, after = self.base(x, state_under(state, "base"), mask=mask, position=position, **carried)
         y, vectors = self.retrieve(x, y, None if state is None else state["chunk"], context, mask)
         return y, {f"base.{name}": tensor for name, tensor in after.items()} | {"chunk": vectors}
+
+    def _nothing(self, x: Tensor) -> Tensor:
+        """What the mixer would return where there is none: zeros."""
+        return x.new_zeros(*x.shape[:-1], self.o_proj.out_features)
 
     def retrieve(
         self, x: Tensor, y: Tensor, earlier: Tensor | None, context: TokenContext, mask: Tensor | None

@@ -45,14 +45,18 @@ class RetrievalStep(NestedSteps):
     """
 
     def __init__(self, config: RetrievalConfig, mixer: nn.Module, settings: StepSettings) -> None:
-        base = step_of(config.base, mixer.get_submodule("base"), settings)
-        super().__init__({"base": base})
+        base = None if config.base is None else step_of(config.base, mixer.get_submodule("base"), settings)
+        super().__init__({} if base is None else {"base": base})
         assert settings.tokens is not None
         self.mixer = cast(Retrieval, mixer)
         self.base, self.settings, self.tokens = base, settings, settings.tokens
         self.embeddings = settings.embeddings
         self.memory: Tensor | None = None
-        if settings.fused and _why_no_kernels(self.mixer, self.embeddings, self.tokens.shape[1]) is None:
+        if (
+            settings.fused
+            and base is not None
+            and _why_no_kernels(self.mixer, self.embeddings, self.tokens.shape[1]) is None
+        ):
             sizes, table = self.mixer.config, self.embeddings.weight
             self.memory = torch.zeros((table.shape[0], 2, sizes.kv_heads, sizes.head_dim)).to(table)
 
@@ -80,6 +84,9 @@ class RetrievalStep(NestedSteps):
 
     def __call__(self, stream: Stream, norm: Norm | None, buffers: Buffers, position: Tensor) -> None:
         mixer, chunk = self.mixer, buffers["chunk"]
+        if self.base is None:
+            self._alone(stream, norm, chunk, position)
+            return
         by_input = None if mixer.blend is None else mixer.blend.weight
         weights = [mixer.q_proj.weight, mixer.query_encoder.weight, *([] if by_input is None else [by_input])]
         fused = stream.fused and self.memory is not None
@@ -88,9 +95,17 @@ class RetrievalStep(NestedSteps):
         if fused:
             self._fused(stream, norm, inner, chunk, position)
             return
+        self._plain(stream, stream.normed(norm)[:, None], inner.result()[:, None], chunk, position)
+
+    def _alone(self, stream: Stream, norm: Norm | None, chunk: Tensor, position: Tensor) -> None:
+        """Retrieval without a mixer beside it."""
+        x = stream.normed(norm)[:, None]
+        self._plain(stream, x, x.new_zeros(len(x), 1, self.mixer.o_proj.out_features), chunk, position)
+
+    def _plain(self, stream: Stream, x: Tensor, y: Tensor, chunk: Tensor, position: Tensor) -> None:
+        """x and the mixer's output y ``[B, 1, d]``, in plain torch, added to the stream."""
         context = TokenContext(self.tokens, position, self.tokens.shape[1], self.embeddings, None)
-        x, y = stream.normed(norm)[:, None], inner.result()[:, None]
-        y, vectors = mixer.retrieve(x, y, chunk, context, None)
+        y, vectors = self.mixer.retrieve(x, y, chunk, context, None)
         chunk.copy_(vectors)
         stream.add(y[:, 0])
 

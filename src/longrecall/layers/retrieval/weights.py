@@ -46,6 +46,8 @@ class RetrievalSizes(Protocol):
     @property
     def blend(self) -> str: ...
 
+    def output_size(self, hidden_size: int) -> int: ...
+
 
 class Encoder(nn.Module):
     """x ``[..., d]`` -> the vector of norm 1 ``[..., E]`` along W x.
@@ -100,7 +102,7 @@ class Blend(nn.Module):
 class RetrievalWeights(nn.Module):
     """A retrieval layer's mixer `base`, the encoders of chunks and queries, the attention's projections, the blend."""
 
-    def __init__(self, config: RetrievalSizes, hidden_size: int, base: nn.Module) -> None:
+    def __init__(self, config: RetrievalSizes, hidden_size: int, base: nn.Module | None) -> None:
         super().__init__()
         self.config = config
         queries, keys = config.num_heads * config.head_dim, config.kv_heads * config.head_dim
@@ -110,7 +112,7 @@ class RetrievalWeights(nn.Module):
         self.q_proj = nn.Linear(hidden_size, queries, bias=False)
         self.k_proj = nn.Linear(hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, hidden_size, bias=False)
+        self.o_proj = nn.Linear(queries, config.output_size(hidden_size), bias=False)
         self.blend = None if config.blend == "fixed" else Blend(hidden_size, config.alpha, config.blend == "input")
         self.temperature = nn.Parameter(torch.empty(1)) if config.selector == "weighted" else None
         # What only selects gets no gradient; data parallelism must not wait for one.

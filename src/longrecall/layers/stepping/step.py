@@ -190,9 +190,9 @@ class NestedSteps:
             step.clear(part_under(buffers, path))
 
     def load(self, buffers: Buffers, state: dict[str, Tensor], position: Tensor) -> int:
-        return max(
-            step.load(part_under(buffers, path), part_under(state, path), position) for path, step in self.inner.items()
-        )
+        parts = self.inner.items()
+        rooms = (step.load(part_under(buffers, path), part_under(state, path), position) for path, step in parts)
+        return max(rooms, default=0)
 
     def export(self, buffers: Buffers, progress: Progress) -> dict[str, Tensor]:
         parts = {path: step.export(part_under(buffers, path), progress) for path, step in self.inner.items()}

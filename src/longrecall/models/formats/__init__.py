@@ -24,6 +24,7 @@ from longrecall.models.formats import (
     fla_rwkv6,
     fla_rwkv7,
     granitemoehybrid,
+    hymba,
     jamba,
     kimi_linear,
     mamba_ssm,
@@ -93,6 +94,7 @@ FORMATS = registry(
         Format("recurrent_gemma", ("recurrent_gemma",), recurrent_gemma.layout, recurrent_gemma.stock_config),
         Format("transformers_rwkv", ("rwkv",), transformers_rwkv.layout, transformers_rwkv.stock_config),
         Format("zamba2", ("zamba2",), zamba2.layout, zamba2.stock_config),
+        Format("hymba", ("hymba",), hymba.layout, hymba.stock_config),
         Format("mamba_ssm", (), mamba_ssm.layout, mamba_ssm.stock_config, mark="ssm_cfg", allow_torch=True),
     )
 )

@@ -174,6 +174,8 @@ def filled_state(
 ) -> RecurrentState | None:
     """Return the zero state with ``fill(layer, name, zeros)`` in the chosen rows; None when no row is chosen.
 
+    In a model with memory tokens the zero state is what these leave.
+
     Args:
         chosen: bool ``[B]`` on the CPU.
         convolution: convolution states are filled too.
@@ -186,7 +188,7 @@ def filled_state(
     layers: list[LayerState] = [dict(layer) for layer in zero.layers]
     for index, name, empty in each_tensor(zero.layers, convolution):
         tensor = fill(index, name, empty).to(empty.dtype)
-        layers[index][name] = tensor if keep is None else keep_rows(tensor, keep)
+        layers[index][name] = tensor if keep is None else keep_rows(tensor, keep, empty)
     return replace(zero, layers=tuple(layers))
 
 

@@ -96,7 +96,7 @@ class Learned:
         if not takes_part(name, self._recipe.convolution):
             return empty
         parameter = self._parameters[parameter_name(index, name).removeprefix(INITIAL_STATE)]
-        return keep_rows(parameter.to(empty.dtype).expand(empty.shape), keep)
+        return keep_rows(parameter.to(empty.dtype).expand(empty.shape), keep, empty)
 
     def after_batch(self, final: RecurrentState) -> None:
         """Forget it."""
