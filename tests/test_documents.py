@@ -166,7 +166,7 @@ def test_every_command_of_the_readme_runs_as_it_stands(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text((ASSETS / "text" / "train.txt").read_text(encoding="utf-8")[:20000])
     found = readme_commands()
-    assert len(found) == 9
+    assert len(found) == 10
     for words in found:
         real = [w.replace("CKPT", str(ASSETS / "mamba2-base")).replace("TEXT", "text.txt") for w in words]
         if words[0] == "train" and "run.output=trained/" not in words:
@@ -238,4 +238,5 @@ def test_the_readme_says_which_layers_and_which_init() -> None:
     assert select_layers("every:6", 13) == (0, 6, 12)
     assert [select_layers("every:6", layers) for layers in (3, 6, 7)] == [(0,), (0,), (0, 6)]
     assert parser_of("expand").get_default("init") == "preserve" and "Keep `preserve`, the default" in text
-    assert "Mamba-1 is read" in text and "transformers_mamba" in {entry.name for entry in FORMATS.values()}
+    others = [entry for entry in FORMATS.values() if entry.name != "native"]
+    assert f"[{len(others)} formats of others]" in text
