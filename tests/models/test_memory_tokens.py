@@ -90,6 +90,17 @@ def test_segments_steps_padding_and_packed_documents(name: str) -> None:
     torch.testing.assert_close(after, again, rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+def test_steps_beside_kernels() -> None:
+    """Where other layers run in kernels, attention of this kind runs in plain torch."""
+    model, tokens = build("hymba").float(), ids(5)
+    expected, step = model(tokens).logits, DecodingStep(model, 2, fused=True, room=8)
+    for t in range(5):
+        step.ids.copy_(tokens[:, t])
+        # float32; the logits are of size 1 to 5.
+        torch.testing.assert_close(step(), expected[:, t], rtol=1e-4, atol=1e-4)
+
+
 @EVERY
 def test_every_parameter_learns_with_checkpointing_too(name: str) -> None:
     model, tokens = build(name).train(), ids()
