@@ -410,3 +410,14 @@ def test_statistics_of_layers_of_blocks() -> None:
         model = build(name) if name == "two_states" else hybrid(name)
         found = state_statistics(model, some_ids(2, 20) % model.config.vocab_size, [10, 20])
         assert [(entry["layer"], entry["mixer"]) for entry in found["layers"]] == layers
+        kinds = {entry["mixer"]: entry["layers"] for entry in found["kinds"]}
+        assert {mixer: indices for mixer, indices in kinds.items() if mixer in dict(map(reversed, layers))} == {
+            mixer: [layer for layer, other in layers if other == mixer] for _, mixer in layers
+        }
+        assert sorted({layer for indices in kinds.values() for layer in indices}) == list(
+            range(len(model.config.layers))
+        )
+        if name == "nemotron":
+            assert (kinds["moe"], kinds["mlp"], kinds["attention"]) == ([1], [3], [4])
+            # One kind alone has a state: its fill is the model's.
+            assert [entry["fill"] for entry in found["kinds"]] == [found["fill"], [], [], []]

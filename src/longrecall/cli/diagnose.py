@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from longrecall.errors import UserError
-from longrecall.tables import aligned
+from longrecall.tables import aligned, in_runs
 from longrecall.units import format_length, parse_length
 
 HELP = "look at a checkpoint far past its training length and say which remedy it needs"
@@ -106,6 +106,7 @@ def as_text(result: dict[str, Any]) -> str:
     blocks = [
         _perplexity_table(result["perplexity"]),
         _state_table(result),
+        _kinds_table(result),
         _points_table("left out", "t", result["remembrance"]["points"], "effective remembrance"),
         _points_table("length", "length", result["recall"]["points"], "pass keys recalled"),
         _recall_line(result["recall"]),
@@ -154,6 +155,21 @@ def _state_table(result: dict[str, Any]) -> list[str]:
             for index in (first, last)
         ]
         rows.append((f"layer {layer['layer']}", layer["mixer"], *cells, str(min(layer["key_dim"], layer["value_dim"]))))
+    return _table(rows, left=2)
+
+
+def _kinds_table(result: dict[str, Any]) -> list[str]:
+    """How full the states are, of each kind of mixer by itself; nothing where all layers are of one kind."""
+    state, training = result["state"], result["settings"]["training_length"]
+    kinds = state.get("kinds", [])
+    if len(kinds) < 2:
+        return []
+    shown = [next(p for p in state["positions"] if p >= training), state["positions"][-1]]
+    rows: list[tuple[str, ...]] = [("kind", "layers", *(f"filled at {format_length(place)}" for place in shown))]
+    for kind in kinds:
+        fill = {entry["position"]: entry["value"] for entry in kind["fill"]}
+        cells = [_number(fill[place]) if place in fill else "no matrix" for place in shown]
+        rows.append((kind["mixer"], in_runs(kind["layers"]), *cells))
     return _table(rows, left=2)
 
 

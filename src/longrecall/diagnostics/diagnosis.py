@@ -287,7 +287,7 @@ class _Run:
                 sections["perplexity"] = losses.entries(plan.seed)
             if "state" in plan.parts:
                 statistics = StateStatistics.joined(positions, [part["state"] for part in found])
-                sections["state"] = statistics.entries(self.model.config.layer_configs(), plan.seed)
+                sections["state"] = statistics.entries(self.model.config.layers, plan.seed)
             return sections
 
         return step

@@ -14,7 +14,7 @@ from longrecall.diagnostics.records import joined, to_plain
 from longrecall.diagnostics.streaming import Segment, read, recurrent_tensors
 from longrecall.errors import UserError
 from longrecall.evaluation.statistics import bootstrap_mean_interval, bootstrap_ratio_interval
-from longrecall.models.sizes import LayerConfig
+from longrecall.models.sizes import mixer_of, module_at
 
 STATISTICS = ("mean", "std", "norm", "effective_rank", "stable_rank")
 
@@ -145,8 +145,8 @@ class StateStatistics:
             for name, values in _statistics(state).items():
                 seen[name][segment.end] = values
 
-    def entries(self, described: Sequence[LayerConfig], seed: int = 0) -> dict[str, Any]:
-        """Return what `state_statistics` returns; `described`: every layer of the model."""
+    def entries(self, described: Sequence[Mapping[str, Any]], seed: int = 0) -> dict[str, Any]:
+        """Return what `state_statistics` returns; `described`: the description of every layer."""
         layers = []
         for (layer, path), seen in sorted(self._seen.items()):
             keys, values = self._sizes[layer, path]
@@ -155,7 +155,7 @@ class StateStatistics:
             layers.append(
                 {
                     "layer": layer,
-                    "mixer": described[layer].module_at(path).type + (f" ({path})" if path else ""),
+                    "mixer": module_at(described[layer], path)["type"] + (f" ({path})" if path else ""),
                     "key_dim": keys,
                     "value_dim": values,
                     "growth": _growth(seen["norm"], seed),
@@ -165,15 +165,36 @@ class StateStatistics:
                     ],
                 }
             )
-        return {"positions": self.positions if layers else [], "fill": self._fill(seed), "layers": layers}
+        fill = self._fill(sorted(self._seen), seed)
+        kinds = self._kinds([(entry["layer"], entry["mixer"]) for entry in layers], described, seed)
+        return {"positions": self.positions if layers else [], "fill": fill, "kinds": kinds, "layers": layers}
 
-    def _fill(self, seed: int) -> list[dict[str, Any]]:
+    def _kinds(
+        self, mixers: Sequence[tuple[int, str]], described: Sequence[Mapping[str, Any]], seed: int
+    ) -> list[dict[str, Any]]:
+        """Return the fill of every kind of mixer by itself, and which layers have no recurrent state.
+
+        `mixers`: layer and mixer of every entry of "layers", which are in the order of what was seen.
+        """
+        places: dict[str, list[tuple[int, str]]] = {}
+        for place, (_, mixer) in zip(sorted(self._seen), mixers, strict=True):
+            places.setdefault(mixer, []).append(place)
+        found: list[dict[str, Any]] = [
+            {"mixer": mixer, "layers": sorted({layer for layer, _ in own}), "fill": self._fill(own, seed)}
+            for mixer, own in places.items()
+        ]
+        others: dict[str, list[int]] = {}
+        for index in sorted(set(range(len(described))) - {layer for layer, _ in mixers}):
+            others.setdefault(mixer_of(described[index])["type"], []).append(index)
+        return found + [{"mixer": mixer, "layers": indices, "fill": []} for mixer, indices in others.items()]
+
+    def _fill(self, places: Sequence[tuple[int, str]], seed: int) -> list[dict[str, Any]]:
         """Return how full the state is at every position: the median over heads of effective rank / min(K, V).
 
         Heads whose state has a single row or column are left out: their rank is 1 whatever they hold. Nothing where no
         head is left.
         """
-        ceilings = {place: min(sizes) for place, sizes in self._sizes.items() if min(sizes) > 1}
+        ceilings = {place: min(self._sizes[place]) for place in places if min(self._sizes[place]) > 1}
         entries: list[dict[str, Any]] = []
         for position in self.positions if ceilings else ():
             shares = np.concatenate(
@@ -251,14 +272,15 @@ def state_statistics(
         advance: told the tokens read.
 
     Returns:
-        ``{"positions": [...], "fill": [...], "layers": [{"layer", "mixer", "key_dim", "value_dim", "growth",
-        "heads": [{...}]}]}``; a head maps "mean", "std" (over the entries of its K x V state, population), "norm"
-        (Frobenius), "effective_rank" and "stable_rank" to one number per position; None where a number is not finite.
-        A layer in a handover has one entry for each of its two paths, a layer of several blocks one for each that
-        has a recurrence; attention layers have none. "fill" has for each
-        position ``{"position", "value", "low", "high", "count"}``: the median over all heads of effective rank /
+        ``{"positions": [...], "fill": [...], "kinds": [...], "layers": [{"layer", "mixer", "key_dim", "value_dim",
+        "growth", "heads": [{...}]}]}``; a head maps "mean", "std" (over the entries of its K x V state, population),
+        "norm" (Frobenius), "effective_rank" and "stable_rank" to one number per position; None where a number is not
+        finite. A layer in a handover has one entry for each of its two paths, a layer of several blocks one for each
+        that has a recurrence; attention layers have none. "fill" has for each position
+        ``{"position", "value", "low", "high", "count"}``: the median over all heads of effective rank /
         min(K, V), and "growth" ``{"value", "low", "high"}`` for each position the layer's norm at the last position
-        over the norm there; both with 95% bootstrap intervals over sequences (None with one).
+        over the norm there; both with 95% bootstrap intervals over sequences (None with one). "kinds" has "fill" for
+        each kind of mixer by itself, with its "layers", and the layers without a recurrent state.
 
     Raises:
         UserError: a position outside 1..T, or a model without recurrent layers.
@@ -271,4 +293,4 @@ def state_statistics(
         raise UserError("the model has no recurrent layers, so there is no state to look at; leave out the part state")
     statistics = StateStatistics(positions)
     read(model, ids[:, : max(positions)], [statistics], columns, advance, last_only=True)
-    return statistics.entries(model.config.layer_configs())
+    return statistics.entries(model.config.layers)

@@ -87,18 +87,6 @@ class LayerConfig:
         for index, block in enumerate(self.blocks):
             yield (f"{block.name}." if index else ""), block.module
 
-    def module_at(self, path: str) -> MixerConfig:
-        """The module that keeps a state under this path: "" for the first block's, ``ssm`` for a mixer inside it.
-
-        Later blocks have their names in front: ``second``, ``second.new``.
-        """
-        names = path.split(".") if path else []
-        block = next((block for block in self.blocks[1:] if names and block.name == names[0]), None)
-        found, names = (self.mixer, names) if block is None else (block.module, names[1:])
-        for name in names:
-            found = dict(found.parts())[name]
-        return found
-
     def state_shapes(self) -> StateShapes:
         """Shape of every state tensor of one sequence, without the batch dimension."""
         return {f"{path}{name}": shape for path, part in self.parts() for name, shape in part.state_shapes().items()}
@@ -145,6 +133,19 @@ class LayerConfig:
 def mixer_of(layer: Mapping[str, Any]) -> dict[str, Any]:
     """The plain description of a layer's first module, the token mixer where it has one."""
     found: dict[str, Any] = layer["blocks"][0]["module"] if "blocks" in layer else layer["mixer"]
+    return found
+
+
+def module_at(layer: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The plain description of what keeps a layer's state under a path.
+
+    "" is the first block's module, ``ssm`` a mixer inside it, ``second`` and ``second.new`` those of a later block.
+    """
+    names = path.split(".") if path else []
+    later = {block["name"]: block["module"] for block in layer.get("blocks", ())[1:]}
+    found: dict[str, Any] = later[names.pop(0)] if names and names[0] in later else mixer_of(layer)
+    for name in names:
+        found = found[name]
     return found
 
 
