@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 
 from longrecall.errors import UserError
-from longrecall.layers.experts import Experts
 from longrecall.layers.lending import lend_weights
 from longrecall.layers.mixers.base import LayerState, without_auxiliary_losses
 from longrecall.layers.norm import build_norm
@@ -28,57 +24,13 @@ from longrecall.models.logits import LogitScale
 from longrecall.models.losses import Items, label_count, next_token_loss, next_token_loss_of_hidden, predicted_labels
 from longrecall.models.output import RecurrentOutput
 from longrecall.models.packed_documents import apart, find_documents
+from longrecall.models.pretrained import RecurrentPreTrainedModel
 from longrecall.models.recurrent_layer import RecurrentLayer as RecurrentLayer
 from longrecall.models.sizes import norm_config
 from longrecall.models.state import RecurrentState
 from longrecall.models.token_ids import check_range, embedded
 from longrecall.ops.execution import as_states_are_read_now
 from longrecall.ops.packing import pack
-
-
-class RecurrentPreTrainedModel(PreTrainedModel):
-    """Initialisation and transformers' flags."""
-
-    config: RecurrentConfig
-    config_class = RecurrentConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["RecurrentLayer"]  # noqa: RUF012 (transformers' own protocol)
-    # No prefix of what was read can be taken back, as assisted generation would.
-    _is_stateful = True
-    # Layers are no functions of one shape: a state is a new value, and a padding mask is looked at.
-    _can_compile_fullgraph = False
-    # Attention here asks torch itself, with positions of its own: no implementation can be put in its place, and
-    # Trainer and Accelerate, which shard a sequence through such an implementation, have to refuse.
-    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = False
-    _supports_context_parallel = False
-
-    def _set_gradient_checkpointing(
-        self,
-        enable: bool = True,
-        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
-        *more: Any,
-        **named: Any,
-    ) -> None:
-        """As transformers', but never reentrant: such checkpoints lose the gradients of states and auxiliary losses."""
-        if getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant", False):
-            gradient_checkpointing_func = partial(gradient_checkpointing_func, use_reentrant=False)
-        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *more, **named)
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Projections and embeddings normal(0, initializer_range), norms one; mixers reset what is theirs."""
-        std = self.config.initializer_range
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=std)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, Experts):
-            module.reset_parameters(std)
-        elif callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
-        elif isinstance(module, RecurrentModel) and module.memory_tokens is not None:
-            nn.init.normal_(module.memory_tokens, std=std)
 
 
 class RecurrentModel(RecurrentPreTrainedModel):
