@@ -253,7 +253,9 @@ class Numbered(Source):
 
 def _with_number(source: Source, number: int) -> Source:
     if isinstance(source, Region):
-        return replace(source, name=source.name.format(number))
+        # Written out, as in `under`: the experts of a model are tens of thousands.
+        named = source.name.format(number)
+        return Region(named, source.start, source.width, source.of, source.blocks, source.dim)
     return source.mapped(lambda inner: _with_number(inner, number))
 
 
