@@ -196,7 +196,7 @@ def test_the_order_of_imports_does_not_matter(first: str, tmp_path: Path) -> Non
         "print([found for name, found in vars(constants).items() if name.startswith('TRANSFORMERS')])"
     )
     done = subprocess.run([sys.executable, "-c", code, first], capture_output=True, text=True)
-    scaled = ["k_proj", "v_proj", "i_proj", "in_proj", "down_proj"]
+    scaled = ["k_proj", "v_proj", "kv_b_proj", "i_proj", "in_proj", "down_proj"]
     expected = [{"longrecall": "all-linear"}, {"longrecall": scaled}, {}, {"longrecall": ["down_proj"]}]
     assert done.stdout.strip() == str(expected), done.stderr
 
