@@ -60,7 +60,7 @@ class Case:
     out: str
     resumes: bool = False
     patch: str = ""
-    kills: int = 100
+    kills: int = 9
     """Operations before which it is killed at most, chosen at random where there are more."""
 
     @property
@@ -70,9 +70,9 @@ class Case:
 
 EVAL = "eval base --device cpu --tasks passkey,bits_per_byte --text text.txt --lengths 128 --depths 0.5"
 CASES = {
-    "init": Case("init model.json base --tokenizer bytes", "base", kills=9),
-    "expand": Case("expand base bigger --method merge_heads --layers all --init perturb", "bigger", kills=9),
-    "export": Case("export base stock --to auto_map", "stock", kills=9),
+    "init": Case("init model.json base --tokenizer bytes", "base"),
+    "expand": Case("expand base bigger --method merge_heads --layers all --init perturb", "bigger"),
+    "export": Case("export base stock --to auto_map", "stock"),
     "train": Case("train train.yaml", "run", resumes=True, kills=6),
     "sweep": Case("sweep sweep.yaml", "sweep.json", resumes=True),
     "eval": Case(f"{EVAL} --samples 4 --batch-tokens 300 --out a.json", "a.json", resumes=True),

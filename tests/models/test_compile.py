@@ -24,6 +24,9 @@ pytestmark = [
 KINDS = ("gla_conv", "gated_delta_net", "kda", "mamba2", "mamba")
 """One for each recurrence, all with convolutions: compiling takes seconds."""
 
+TWINS = ("gla_conv", "kda")
+"""Those whose ops another one has too (Mamba-2, Gated DeltaNet), with other decays: compiled by `-m slow` alone."""
+
 
 def model_of(mixer: dict[str, Any], device: str) -> RecurrentLM:
     torch.manual_seed(0)
@@ -58,7 +61,7 @@ def check(mixer: dict[str, Any], device: str, backend: str) -> None:
         assert error < 1e-4, f"{name}: {float(error):.2g}"
 
 
-@pytest.mark.parametrize("mixer", KINDS)
+@pytest.mark.parametrize("mixer", [pytest.param(m, marks=[pytest.mark.slow] if m in TWINS else []) for m in KINDS])
 def test_compiled_layers_have_the_same_gradients(mixer: str) -> None:
     check(RECURRENT[mixer], "cpu", "aot_eager")
 

@@ -14,7 +14,10 @@ from tests.models.test_compile import model_of
 
 
 @pytest.mark.skipif(not launch.interpreting(), reason="needs TRITON_INTERPRET=1")
-@pytest.mark.parametrize("mixer", ["gla_conv", "gated_delta_net", "mamba2", "mamba"])
+# One recurrence by default; the others take seconds each to compile and go the same ways.
+@pytest.mark.parametrize(
+    "mixer", ["gated_delta_net", *(pytest.param(m, marks=pytest.mark.slow) for m in ("gla_conv", "mamba2", "mamba"))]
+)
 @torch.no_grad()
 def test_kernels_are_chosen_without_a_warning(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that remembers its results is traced without its memory, says torch 2.11 and later, once a process."""
