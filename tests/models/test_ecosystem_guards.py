@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
+import longrecall
 from longrecall.errors import UserError
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
@@ -132,3 +133,16 @@ def test_left_padding_of_one_row_and_of_several(name: str) -> None:
         greedy = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
         said = model.generate(ids, attention_mask=mask, **greedy)[:1, 14:]
         assert torch.equal(said, model.generate(text[None], **greedy)[:, len(text) :])
+
+
+def test_what_follows_from_the_layers_may_stand_in_a_file_if_it_is_true(tmp_path: Path) -> None:
+    folder = save_hybrid("qwen", tmp_path / "model")
+    stored = json.loads((folder / "config.json").read_text())
+    true = {"num_hidden_layers": 3, "layer_types": LAYER_TYPES["qwen"]}
+    (folder / "config.json").write_text(json.dumps(stored | true))
+    found = longrecall.load(folder).config
+    assert found.layers == stored["layers"] and not set(true) & set(found.to_dict())
+    for key, value in {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 3}.items():
+        (folder / "config.json").write_text(json.dumps(stored | true | {key: value}))
+        with pytest.raises(UserError, match=f'"{key}" says otherwise than "layers"'):
+            longrecall.load(folder)

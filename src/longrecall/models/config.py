@@ -7,7 +7,11 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+from longrecall.errors import UserError
 from longrecall.models.sizes import ModelSizes, PlainConfig
+
+FOLLOWING = ("num_hidden_layers", "layer_types")
+"""What others write into a config.json and look for in a config; here it follows from the layers."""
 
 
 class RecurrentConfig(ModelSizes, PreTrainedConfig):
@@ -82,4 +86,7 @@ class RecurrentConfig(ModelSizes, PreTrainedConfig):
         self.initializer_range = plain.initializer_range
         for name, value in plain.added().items():
             setattr(self, name, value)
+        for name in FOLLOWING:
+            if kwargs.pop(name, own := getattr(self, name)) != own:
+                raise UserError(f'"{name}" says otherwise than "layers", from which it follows; leave it out')
         PreTrainedConfig.__init__(self, **{"tie_word_embeddings": tie_word_embeddings, **kwargs})
