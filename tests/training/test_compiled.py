@@ -59,7 +59,11 @@ def same_losses(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
     return all(x["loss"] == pytest.approx(y["loss"], rel=1e-4) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize(("mixer", "checkpointing"), [(MAMBA, "false"), (GLA, "true")], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize(
+    ("mixer", "checkpointing"),
+    [(GLA, "true"), pytest.param(MAMBA, "false", marks=pytest.mark.slow)],
+    ids=["checkpointing", "plain"],
+)
 def test_a_compiled_run_trains_the_same(
     make_recipe: MakeRecipe,
     make_model: Callable[..., RecurrentLM],

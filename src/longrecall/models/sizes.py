@@ -130,6 +130,18 @@ class LayerConfig:
         return {f"{path}{name}": tensor for path, state in parts for name, tensor in state.items()}
 
 
+def read_layers(layers: Sequence[dict[str, Any]]) -> list[LayerConfig]:
+    """The checked descriptions of all layers. Equal ones, as most models have them, are looked at once."""
+    known: dict[str, LayerConfig] = {}
+    found = []
+    for index, layer in enumerate(layers):
+        text = repr(layer)
+        if text not in known:
+            known[text] = LayerConfig.from_dict(layer, index)
+        found.append(known[text])
+    return found
+
+
 def mixer_of(layer: Mapping[str, Any]) -> dict[str, Any]:
     """The plain description of a layer's first module, the token mixer where it has one."""
     found: dict[str, Any] = layer["blocks"][0]["module"] if "blocks" in layer else layer["mixer"]
@@ -223,7 +235,7 @@ class ModelSizes:
 
     def layer_configs(self) -> list[LayerConfig]:
         """The checked description of every layer."""
-        return [LayerConfig.from_dict(layer, index) for index, layer in enumerate(self.layers)]
+        return read_layers(self.layers)
 
     def added(self) -> dict[str, Any]:
         """The fields of `ADDED` that are not at their default."""
