@@ -4,7 +4,7 @@ VENV ?= .venv
 EXTRAS ?= report,data,logging,eval,peft,dev
 CONSTRAINTS ?= constraints.txt
 PIP_ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: install
 	$(BIN)/longrecall demo
 
-# Each worker gets one thread: the tests are many and small.
+# Each worker gets one thread: the tests are many and small. Three of them keep two cores busy: some tests wait.
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 

@@ -49,10 +49,9 @@ MIXERS: dict[str, dict[str, Any]] = {
     "base_conv_implicit": {"type": "base_conv", "channels": 32, "implicit": True, "max_length": 60},
     "hyena": {"type": "hyena", "inner_dim": 20, "max_length": 50, "filter_width": 12, "filter_bands": 3},
     "kda": {"type": "kda", "num_heads": 3, "key_dim": 6, "value_dim": 10},
-    "kda_negative": {"type": "kda", "num_heads": 2, "key_dim": 8, "value_dim": 8, "conv_width": 0}
+    "kda_subheads": {"type": "kda", "num_heads": 2, "key_dim": 6, "value_dim": 8, "conv_width": 0, "gate_bias": False}
+    | {"decay_floor": -5.0, "expansion": {"kind": "headwise", "factor": 2, "grafted": True}}
     | {"negative_eigenvalues": True, "gate_rank": 5},
-    "kda_subheads": {"type": "kda", "num_heads": 2, "key_dim": 6, "value_dim": 8, "gate_bias": False}
-    | {"decay_floor": -5.0, "expansion": {"kind": "headwise", "factor": 2, "grafted": True}},
     "rwkv7": {"type": "rwkv7", "input_dim": 32, "num_heads": 3, "key_dim": 6, "value_dim": 10}
     | {"decay_rank": 4, "rate_rank": 5, "gate_rank": 7},
     "mom": {"type": "mom", "num_heads": 2, "key_dim": 8, "value_dim": 16, "memories": 3},
