@@ -25,7 +25,7 @@ demo: install
 
 # Each worker gets one thread: the tests are many and small. Three of them keep two cores busy: some tests wait.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check .

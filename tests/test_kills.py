@@ -60,7 +60,7 @@ class Case:
     out: str
     resumes: bool = False
     patch: str = ""
-    kills: int = 7
+    kills: int = 6
     """Operations before which it is killed at most, chosen at random where there are more."""
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import shlex
@@ -125,7 +126,7 @@ def test_files_and_functions_stay_readable() -> None:
         text = path.read_text(encoding="utf-8")
         if text.count("\n") > 400:
             found.append(f"{module_name(path)} has {text.count(chr(10))} lines; split the file")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
                 lines = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
@@ -142,16 +143,28 @@ def declared(extra: str | None = None) -> set[str]:
     return {"yaml" if name == "pyyaml" else name for name in names}
 
 
+OURS_AND_PYTHONS = {"longrecall", *sys.stdlib_module_names}
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """A file of the package, read once for all tests."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def late(path: Path) -> Iterator[tuple[str, bool]]:
     """Packages of others that a file imports, and whether it does so late: in a function, or where it may fail."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    tree_parts = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Try) or _for_types(node)]
-    inside = {id(node) for part in tree_parts for node in ast.walk(part)}
-    for node in ast.walk(tree):
+    waiting: list[tuple[ast.AST, bool]] = [(parsed(path), False)]
+    while waiting:
+        node, is_late = waiting.pop()
+        if isinstance(node, ast.expr):
+            continue
+        is_late = is_late or isinstance(node, ast.FunctionDef | ast.Try) or _for_types(node)
+        waiting += [(inner, is_late) for inner in ast.iter_child_nodes(node)]
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        for name in {name.split(".")[0] for name in names} - {"longrecall", *sys.stdlib_module_names}:
-            yield name, id(node) in inside
+        for name in {name.split(".")[0] for name in names} - OURS_AND_PYTHONS:
+            yield name, is_late
 
 
 def _for_types(node: ast.AST) -> bool:
