@@ -115,8 +115,9 @@ FORMATS_READ = [
 ]
 
 
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "at_their_limit"])
 @pytest.mark.parametrize("index", FORMATS_READ)
-def test_every_count_of_every_format_has_a_limit(index: int, tmp_path: Path) -> None:
+def test_every_count_of_every_format_has_a_limit(index: int, everything: bool, tmp_path: Path) -> None:
     raw = {**FOREIGN[index], **attention(FOREIGN[index])}
     for path in keys_read("integer", index):
         most = limits.MOST[path[-1]]
@@ -124,8 +125,8 @@ def test_every_count_of_every_format_has_a_limit(index: int, tmp_path: Path) -> 
             line = refused(tmp_path, put(raw, path, value))
             # A key that this format does not know is refused for that.
             assert f'"{path[-1]}" is {value}; it must be at most {most}' in line or "does not know the key" in line
-        if most == limits.LAYERS:
-            # For its missing weights, if for nothing else, and as quickly: work grows with layers.
+        if everything or most == limits.LAYERS or "expert" in path[-1]:
+            # For its missing weights, if for nothing else, and as quickly: work grows with layers and with experts.
             refused(tmp_path, put(raw, path, most))
 
 

@@ -101,7 +101,6 @@ class Caches:
     """The growing tensors of a state ``[B, S, ...]``, with room for so many columns; empty for a model without any."""
 
     def __init__(self, state: RecurrentState, room: int) -> None:
-        self.room = room
         self.layers: list[dict[str, Tensor]] = [
             {
                 name: tensor.new_zeros((tensor.shape[0], room, *tensor.shape[2:]))

@@ -20,10 +20,8 @@ class Case:
         format: the format's name in longrecall.
         name: what is special about this configuration.
         build: makes the model; weights are drawn anew by `filled`.
-        stock: the class that loads what is written; None = the model's own.
         scale: standard deviation of the weights that are drawn, so that logits are of size 1 to 5.
         special: parameters by a part of their name -> how they are drawn instead: (mean, deviation).
-        without_padding: why the stock class does not serve left padding itself, where ours is checked alone.
     """
 
     format: str
@@ -31,7 +29,6 @@ class Case:
     build: Callable[[], Any]
     scale: float = 0.25
     special: dict[str, tuple[float, float]] = field(default_factory=dict)
-    without_padding: str = ""
 
     def __str__(self) -> str:
         return f"{self.format}-{self.name}"
