@@ -36,6 +36,7 @@ from longrecall.training.checkpoints import (
 from longrecall.training.data import BatchStream
 from longrecall.training.initial_states import Learned, make_initial_state
 from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch, write_result
+from longrecall.training.optimizer import freeze_parameters
 from longrecall.training.recipe import Recipe
 from longrecall.training.summary import TrainingSummary, plan, recipe_groups
 from longrecall.training.trainer import Job, RecurrentTrainer, RunCallback
@@ -252,6 +253,7 @@ def _job(
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
     initial = make_initial_state(recipe.initial_state, model, recipe.run.seed, place.rank)
+    freeze_parameters(model, recipe.optimizer)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = recipe_groups(recipe, source, names)
     if force and place.first:
