@@ -11,8 +11,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from longrecall.errors import UserError
+from longrecall.training.recipe_evaluation import EvaluationRecipe
 from longrecall.training.recipe_sources import SOURCES, AnySource
-from longrecall.training.recipe_states import INITIAL_STATES, AnyInitialState, TruncatedBpttRecipe, ZeroState
+from longrecall.training.recipe_states import (
+    INITIAL_STATES,
+    AnyInitialState,
+    LearnedRecipe,
+    TruncatedBpttRecipe,
+    ZeroState,
+)
 from longrecall.training.strict_yaml import Tagged, apply_override, build, read_yaml
 from longrecall.units import parse_length
 from longrecall.value_rules import one_of, positive, share
@@ -224,6 +231,7 @@ class Recipe:
     optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
     initial_state: Annotated[AnyInitialState, Tagged(INITIAL_STATES)] = field(default_factory=ZeroState)
     handover: HandoverRecipe = field(default_factory=HandoverRecipe)
+    evaluation: EvaluationRecipe | None = None
 
     def __post_init__(self) -> None:
         if self.model.dtype == "float16":
@@ -232,6 +240,11 @@ class Recipe:
             )
         if self.model.dtype == "bfloat16" and self.run.precision == "fp16":
             raise UserError("model.dtype bfloat16 and run.precision fp16 do not go together; use bf16 or float32")
+        if self.evaluation is not None and self.evaluation.tasks and isinstance(self.initial_state, LearnedRecipe):
+            raise UserError(
+                "evaluation.tasks start from the zero state, which initial_state.kind=learned does not train; use "
+                "evaluation.held_out"
+            )
         if self.run.compile and (self.data.reset_documents or self.continues):
             raise UserError(
                 "run.compile makes code for one shape of a batch, and documents that are kept apart (reset_documents, "
@@ -280,9 +293,7 @@ class Recipe:
 
 def _check_patterns(name: str, patterns: Sequence[str]) -> None:
     if not all(pattern.strip() for pattern in patterns):
-        raise UserError(
-            f'{name} has an empty pattern; name parameters, with * for anything, like "layers.3.*"'
-        )
+        raise UserError(f'{name} has an empty pattern; name parameters, with * for anything, like "layers.3.*"')
 
 
 def _settle_length(run: Any, overridden: set[str]) -> None:

@@ -34,6 +34,8 @@ from longrecall.training.checkpoints import (
     write_model,
 )
 from longrecall.training.data import BatchStream
+from longrecall.training.evaluation import described, ended, prepare_evaluation
+from longrecall.training.evaluation_steps import BEST_FOLDER, UNFINISHED_BEST
 from longrecall.training.initial_states import Learned, make_initial_state
 from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch, write_result
 from longrecall.training.optimizer import freeze_parameters
@@ -47,7 +49,7 @@ LEARNED_STATE_FILE = "initial_state.safetensors"
 TENSORBOARD_FOLDER = "tensorboard"
 _MARKS = (STEPS_FOLDER, FINAL_FOLDER, LOG_FILE, RESULT_FILE)
 """A folder with any of these holds a run."""
-_OF_A_RUN = (*_MARKS, LEARNED_STATE_FILE, TENSORBOARD_FOLDER)
+_OF_A_RUN = (*_MARKS, BEST_FOLDER, LEARNED_STATE_FILE, TENSORBOARD_FOLDER)
 _ELSEWHERE = "choose another run.output"
 
 
@@ -102,7 +104,8 @@ def run_recipe(
         _check_apart(output, source.path)
         if dry_run:
             stream = BatchStream(recipe.data, tokenizer, recipe.run.batch_size, continued=recipe.continues)
-            return plan(recipe, source, 1, stream, output / FINAL_FOLDER, dry_run=True)
+            summary = plan(recipe, source, 1, stream, output / FINAL_FOLDER, dry_run=True)
+            return described(summary, prepare_evaluation(recipe, tokenizer))
         arguments = _arguments(recipe, output)
         place = _Place(arguments.process_index, arguments.world_size)
         with _claimed(output, resume, force, source.path, place):
@@ -113,12 +116,16 @@ def run_recipe(
                 recipe.data, tokenizer, recipe.run.batch_size, place.rank, place.world, continued=recipe.continues
             )
             summary = plan(recipe, source, place.world, stream, output / FINAL_FOLDER, dry_run=False)
+            evaluation = prepare_evaluation(recipe, tokenizer)
             job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
+            job.evaluation = evaluation
             clock = Stopwatch()
-            if saved is None or saved.step < job.steps:
+            if saved is None or not ended(saved.state, saved.step, job.steps):
                 _train(job, arguments)
             else:
                 job.restore_initial(saved.process(place.rank))
+                if evaluation is not None:
+                    evaluation.restore(saved.state["evaluation"])
             return _finish(job, summary, clock.seconds())
 
 
@@ -212,11 +219,13 @@ def _prepare_output(output: Path, resume: bool, force: bool, source: Path) -> No
             f"or {_ELSEWHERE}"
         )
     place, folder = output.resolve(), source.resolve()
-    if ours and force and any(place / name in (folder, *folder.parents) for name in ours):
+    if ours and force and any(place / name in (folder, *folder.parents) for name in (*ours, BEST_FOLDER)):
         raise UserError(f"run.output {output} holds the checkpoint that is trained, which --force would remove")
     try:
         clear_partial(output)
-        clear_remains(output / FINAL_FOLDER)
+        for made in (FINAL_FOLDER, BEST_FOLDER):
+            clear_remains(output / made)
+        shutil.rmtree(output / UNFINISHED_BEST, ignore_errors=True)
         for name in _OF_A_RUN:
             remove_temporary(output / name)
     except OSError as error:
@@ -304,11 +313,11 @@ def _tensorboard(output: Path) -> list[TrainerCallback]:
 
 def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSummary:
     """Write the final checkpoint and training.json; return the completed summary."""
-    final, rows = job.output / FINAL_FOLDER, job.log.rows
+    final, rows = job.output / FINAL_FOLDER, [row for row in job.log.rows if "loss" in row]
     job.set_handover(job.steps)
     learned = job.initial if isinstance(job.initial, Learned) else None
     done = replace(
-        summary,
+        described(summary, job.evaluation),
         resumed_from=job.saved.step if job.saved is not None else 0,
         first_loss=rows[0]["loss"] if rows else None,
         last_loss=rows[-1]["loss"] if rows else None,
@@ -340,6 +349,7 @@ def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSumma
             "source": {"path": str(job.source.path), "sha256": job.source.sha256()},
             "recipe": job.recipe.to_dict(),
             "log": rows,
+            **({} if job.evaluation is None else {"evaluation": job.evaluation.report(job.log.rows)}),
             "summary": done.to_dict(),
         }
         write_result(job.output / RESULT_FILE, body)

@@ -53,6 +53,12 @@ class TrainingSummary:
     seconds: float = 0.0
     initial_state: str | None = None
     """The file of a learned initial state."""
+    evaluation: str | None = None
+    """What is measured while the model trains, in words."""
+    best: dict[str, Any] | None = None
+    """The best value so far of the metric that the evaluation goes by: `metric`, `value`, `step`."""
+    stopped_early: bool = False
+    """The evaluation has ended the run after `steps`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -67,6 +73,7 @@ class TrainingSummary:
             f"first batch      {shapes}; {self.labels_in_batch:,} labels",
             f"output           {self.checkpoint}",
             *([f"initial state    {self.initial_state}"] if self.initial_state else []),
+            *([f"evaluation       {self.evaluation}"] if self.evaluation else []),
             "",
         ]
         groups = [*self.groups, *([self.frozen] if self.frozen else [])]
@@ -79,6 +86,9 @@ class TrainingSummary:
         ]
         if self.last_loss is not None:
             lines += ["", f"loss {self.first_loss:.4f} -> {self.last_loss:.4f} in {self.seconds:.0f} s"]
+        if self.best is not None:
+            end = f"; stopped early after step {self.steps:,}" if self.stopped_early else ""
+            lines.append("best {metric} {value:.4f} at step {step:,}".format(**self.best) + end)
         return "\n".join(lines)
 
 

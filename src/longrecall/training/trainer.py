@@ -35,6 +35,8 @@ from longrecall.training.checkpoints import (
     write_step,
 )
 from longrecall.training.data import Batch, BatchStream
+from longrecall.training.evaluation import TrainingEvaluation
+from longrecall.training.evaluation_steps import evaluate_after
 from longrecall.training.initial_states import InitialState
 from longrecall.training.logs import Bar, RunLog, Stopwatch
 from longrecall.training.optimizer import ParameterGroup, make_optimizer, optimizer_tensors, restore_optimizer
@@ -66,6 +68,7 @@ class Job:
     processes: Processes
     saved: SavedRun | None = None
     """Where to continue."""
+    evaluation: TrainingEvaluation | None = None
     show_progress: bool = True
     watch: FiniteWatch = field(default_factory=FiniteWatch)
 
@@ -232,6 +235,8 @@ class RunCallback(TrainerCallback):
         enabled = job.show_progress and job.processes.first
         self._bar = Bar(job.steps, state.global_step, job.tokens_per_step, enabled)
         self._clock = Stopwatch()
+        if state.global_step == 0:
+            evaluate_after(job, trainer, self._clock, 0, False, job.set_handover(0))
 
     def _restore(self, saved: SavedRun) -> None:
         job, trainer = self._job, self.trainer
@@ -250,6 +255,8 @@ class RunCallback(TrainerCallback):
             trainer.auxiliary_sum = own.tensors[AUXILIARY].to(trainer.loss_sum.device)
         self._logged_step = int(own.data["logged_step"])
         restore_random(own.tensors)
+        if job.evaluation is not None:
+            job.evaluation.restore(saved.state.get("evaluation"))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -265,8 +272,13 @@ class RunCallback(TrainerCallback):
             self._bar.step()
         progress = job.set_handover(step)
         last = step >= job.steps
-        if step % job.recipe.run.log_every == 0 or last:
+        logged = step % job.recipe.run.log_every == 0 or last
+        if logged:
             self._log(step, progress)
+        if evaluate_after(job, self.trainer, self._clock, step, last, progress):
+            last = control.should_training_stop = True
+            if not logged:
+                self._log(step, progress)
         if last or (job.recipe.run.save_every and step % job.recipe.run.save_every == 0):
             self._save(step)
 
@@ -320,6 +332,7 @@ class RunCallback(TrainerCallback):
             "recipe": job.recipe.to_dict(),
             "scheduler": trainer.active_scheduler.state_dict(),
             "scaler": scaler.state_dict() if scaler is not None else {},
+            "evaluation": None if job.evaluation is None else job.evaluation.state(),
         }
         own = ProcessState(
             {
