@@ -29,6 +29,8 @@ from longrecall.training.recipe_evaluation import HELD_OUT, EvaluationRecipe, He
 from longrecall.training.segments import Segments
 from longrecall.training.summary import TrainingSummary
 
+ROWS = 64
+"""Held-out sequences that are drawn side by side."""
 Numbers = dict[str, float | None]
 """Name of what was measured, such as ``held_out.loss`` -> value; None where it is not finite."""
 
@@ -91,11 +93,12 @@ class HeldOut:
         data = replace(recipe.data, sources=held_out.sources, context_length=length, seed=seed)
         self.batch_size = held_out.batch_size or recipe.run.batch_size
         count = math.ceil(held_out.tokens / length)
-        stream = BatchStream(data, tokenizer, 1)
-        rows = [stream.next_batch() for _ in range(count)]
-        self.ids: Tensor = torch.cat([row["input_ids"] for row in rows])
-        self.labels: Tensor = torch.cat([row["labels"] for row in rows])
-        self.starts: list[Sequence[int]] = [row["starts"][0] for row in rows]
+        rows = min(count, ROWS)
+        stream = BatchStream(data, tokenizer, rows)
+        batches = [stream.next_batch() for _ in range(math.ceil(count / rows))]
+        self.ids: Tensor = torch.cat([batch["input_ids"] for batch in batches])[:count]
+        self.labels: Tensor = torch.cat([batch["labels"] for batch in batches])[:count]
+        self.starts: list[Sequence[int]] = [starts for batch in batches for starts in batch["starts"]][:count]
         self.apart = recipe.data.reset_documents
         predicted = self.labels[:, 1:].numpy() != -100
         if not predicted.any():
