@@ -12,6 +12,18 @@ class UserError(ValueError):
     """Bad input from outside: one line that says what, where and what to do. The CLI exits with code 2 on it."""
 
 
+class RefusedTogether(UserError):
+    """Bad input that all processes of a run have agreed to stop for; they all exit with code 2, and one says why.
+
+    Attributes:
+        told_here: this process is the one that prints the line.
+    """
+
+    def __init__(self, line: str, told_here: bool) -> None:
+        super().__init__(line)
+        self.told_here = told_here
+
+
 def ran_out_of_memory(error: BaseException) -> bool:
     """Return whether `error` says that memory, the machine's or a GPU's, did not suffice.
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn, Protocol, cast
 
-from longrecall.errors import UserError, did_you_mean, ran_out_of_memory
+from longrecall.errors import RefusedTogether, UserError, did_you_mean, ran_out_of_memory
 from longrecall.version import __version__
 
 VERBS = (
@@ -116,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
+    except RefusedTogether as error:
+        return _complain(str(error), 2) if error.told_here else 2
     except UserError as error:
         return _complain(str(error), 2)
     except BrokenPipeError:

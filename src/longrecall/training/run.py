@@ -8,7 +8,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from longrecall.training.checkpoints import (
 from longrecall.training.data import BatchStream
 from longrecall.training.initial_states import Learned, make_initial_state
 from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch, write_result
+from longrecall.training.parallel.place import Place, make_place
 from longrecall.training.recipe import Recipe
 from longrecall.training.summary import TrainingSummary, plan, recipe_groups
 from longrecall.training.trainer import Job, RecurrentTrainer, RunCallback
@@ -48,30 +49,6 @@ _MARKS = (STEPS_FOLDER, FINAL_FOLDER, LOG_FILE, RESULT_FILE)
 """A folder with any of these holds a run."""
 _OF_A_RUN = (*_MARKS, LEARNED_STATE_FILE, TENSORBOARD_FOLDER)
 _ELSEWHERE = "choose another run.output"
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The processes of this run, from the Trainer's arguments."""
-
-    rank: int
-    world: int
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
-    def wait(self) -> None:
-        if self.world > 1:
-            torch.distributed.barrier()
-
-    def refuse_together(self, refusal: str | None) -> None:
-        """Raise the first process's refusal in every process: none is left to wait for one that has ended."""
-        lines = [refusal]
-        if self.world > 1:
-            torch.distributed.broadcast_object_list(lines, src=0)
-        if lines[0] is not None:
-            raise UserError(lines[0])
 
 
 def run_recipe(
@@ -103,15 +80,21 @@ def run_recipe(
             stream = BatchStream(recipe.data, tokenizer, recipe.run.batch_size, continued=recipe.continues)
             return plan(recipe, source, 1, stream, output / FINAL_FOLDER, dry_run=True)
         arguments = _arguments(recipe, output)
-        place = _Place(arguments.process_index, arguments.world_size)
+        place = make_place(recipe.parallel, arguments.process_index, arguments.world_size, arguments.device)
         with _claimed(output, resume, force, source.path, place):
             saved = next(reversed(find_saved_runs(output)), None) if resume else None
             if saved is not None:
                 saved.check(recipe.to_dict(), place.world)
             stream = BatchStream(
-                recipe.data, tokenizer, recipe.run.batch_size, place.rank, place.world, continued=recipe.continues
+                recipe.data,
+                tokenizer,
+                recipe.run.batch_size,
+                place.data_rank,
+                place.data_world,
+                continued=recipe.continues,
             )
-            summary = plan(recipe, source, place.world, stream, output / FINAL_FOLDER, dry_run=False)
+            arguments.max_steps = recipe.steps(place.data_world)
+            summary = plan(recipe, source, place.data_world, stream, output / FINAL_FOLDER, dry_run=False)
             job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
             clock = Stopwatch()
             if saved is None or saved.step < job.steps:
@@ -171,7 +154,6 @@ def _arguments(recipe: Recipe, output: Path) -> TrainingArguments:
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
     )
-    arguments.max_steps = recipe.steps(arguments.world_size)
     # One process drives one device: with several visible GPUs Trainer would split batches and lose the states.
     arguments._n_gpu = min(1, arguments.n_gpu)
     return arguments
@@ -186,7 +168,7 @@ def _check_apart(output: Path, source: Path) -> None:
 
 
 @contextmanager
-def _claimed(output: Path, resume: bool, force: bool, source: Path, place: _Place) -> Iterator[None]:
+def _claimed(output: Path, resume: bool, force: bool, source: Path, place: Place) -> Iterator[None]:
     """Be the only run that writes into `output` inside the block; the first process holds it for all."""
     with ExitStack() as held:
         refusal = None
@@ -239,7 +221,7 @@ def _job(
     source: Checkpoint,
     tokenizer: Any,
     stream: BatchStream,
-    place: _Place,
+    place: Place,
     saved: SavedRun | None,
     show_progress: bool,
     force: bool,
@@ -251,14 +233,14 @@ def _job(
         # 5.23 renamed it; 5.17 knows only the old name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
-    initial = make_initial_state(recipe.initial_state, model, recipe.run.seed, place.rank)
+    initial = make_initial_state(recipe.initial_state, model, recipe.run.seed, place.data_rank)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = recipe_groups(recipe, source, names)
     if force and place.first:
         _remove_run(output)  # here at last: all that can be wrong with the new run has been checked
     return Job(
         recipe=recipe,
-        steps=recipe.steps(place.world),
+        steps=recipe.steps(place.data_world),
         output=output,
         model=model,
         source=source,

@@ -24,7 +24,6 @@ from longrecall.models.checkpoint import Checkpoint, CheckpointWriter
 from longrecall.models.losses import label_count
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.training.checkpoints import (
-    Processes,
     ProcessState,
     SavedRun,
     disk_errors,
@@ -38,6 +37,7 @@ from longrecall.training.data import Batch, BatchStream
 from longrecall.training.initial_states import InitialState
 from longrecall.training.logs import Bar, RunLog, Stopwatch
 from longrecall.training.optimizer import ParameterGroup, make_optimizer, optimizer_tensors, restore_optimizer
+from longrecall.training.parallel.place import Place
 from longrecall.training.recipe import Recipe
 from longrecall.training.recipe_states import LearnedRecipe
 from longrecall.training.schedule import handover_progress, rate_factor
@@ -63,7 +63,7 @@ class Job:
     initial: InitialState
     groups: tuple[ParameterGroup, ...]
     log: RunLog
-    processes: Processes
+    processes: Place
     saved: SavedRun | None = None
     """Where to continue."""
     show_progress: bool = True
@@ -77,7 +77,7 @@ class Job:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one step of all processes."""
-        return self.recipe.tokens_per_step(self.processes.world)
+        return self.recipe.tokens_per_step(self.processes.data_world)
 
     def restore_initial(self, own: ProcessState) -> None:
         """Put the intervention back to where this process had saved it."""
