@@ -1,4 +1,4 @@
-"""Where one process of a run stands: its ranks in the mesh of `parallel` in the recipe, and how all agree on a refusal."""
+"""Where one process of a run stands in the mesh that `parallel` in the recipe asks for, and how all agree to stop."""
 
 from __future__ import annotations
 
