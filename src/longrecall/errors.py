@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 
 _NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "CUDA error: out of memory")
@@ -22,6 +23,11 @@ class RefusedTogether(UserError):
     def __init__(self, line: str, told_here: bool) -> None:
         super().__init__(line)
         self.told_here = told_here
+
+
+def first_process() -> bool:
+    """Whether this is the first of the processes that a launcher such as torchrun has started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

@@ -11,11 +11,12 @@ import importlib
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn, Protocol, cast
 
-from longrecall.errors import RefusedTogether, UserError, did_you_mean, ran_out_of_memory
+from longrecall.errors import RefusedTogether, UserError, did_you_mean, first_process, ran_out_of_memory
 from longrecall.version import __version__
 
 VERBS = (
@@ -36,6 +37,8 @@ VERBS = (
 """In the order in which they are used; the verb `x` lives in `longrecall.cli.x`."""
 
 _DESCRIPTION = "Give a linear-recurrent language model a bigger and better memory, and prove it."
+_AFTER_THE_FIRST = 3.0
+"""Seconds that other processes of a run wait before they say what is wrong."""
 _FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
@@ -119,6 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RefusedTogether as error:
         return _complain(str(error), 2) if error.told_here else 2
     except UserError as error:
+        if not first_process():
+            # Where the first process finds the same, the launcher ends this one meanwhile: the line is there once.
+            time.sleep(_AFTER_THE_FIRST)
         return _complain(str(error), 2)
     except BrokenPipeError:
         # The reader (head, less) has left, and has what it wanted.

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from longrecall.installing import install_command
 from longrecall.models.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint
 from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.compiling import compiled_layers
-from longrecall.models.loading import materialise, parse_dtype
+from longrecall.models.loading import materialise, materialise_sharded, parse_dtype
+from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.new_folder import clear_remains
 from longrecall.outputs import claim_folder
 from longrecall.surgery.handover import finish_checkpoint, handover_layers
@@ -36,10 +38,14 @@ from longrecall.training.checkpoints import (
 from longrecall.training.data import BatchStream
 from longrecall.training.initial_states import Learned, make_initial_state
 from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch, write_result
+from longrecall.training.parallel.agreement import check_same_run, check_shared_folder
+from longrecall.training.parallel.launcher import check_devices, launched, on_cpu, without_launcher, world_size
 from longrecall.training.parallel.place import Place, make_place
+from longrecall.training.parallel.shard import gathered_weights, own_rows, shard_model
 from longrecall.training.recipe import Recipe
 from longrecall.training.summary import TrainingSummary, plan, recipe_groups
 from longrecall.training.trainer import Job, RecurrentTrainer, RunCallback
+from longrecall.version import __version__
 
 FINAL_FOLDER = "final"
 LEARNED_STATE_FILE = "initial_state.safetensors"
@@ -71,37 +77,52 @@ def run_recipe(
             infinite; no space left while saving (earlier checkpoints stay); a resume with another recipe or another
             number of processes.
     """
-    with _threads(recipe.run.threads):
-        source = open_checkpoint(recipe.model.checkpoint)
-        tokenizer = _tokenizer(source)
-        output = expand_home(recipe.run.output)
-        _check_apart(output, source.path)
+    with _threads(recipe.run.threads), ExitStack() as launcher:
+        recipe, output = launched(recipe, world_size()), expand_home(recipe.run.output)
         if dry_run:
+            source, tokenizer = _source(recipe, output)
             stream = BatchStream(recipe.data, tokenizer, recipe.run.batch_size, continued=recipe.continues)
             return plan(recipe, source, 1, stream, output / FINAL_FOLDER, dry_run=True)
+        launcher.enter_context(without_launcher())
+        if torch.cuda.is_available() and not on_cpu():
+            check_devices(torch.cuda.device_count())
         arguments = _arguments(recipe, output)
         place = make_place(recipe.parallel, arguments.process_index, arguments.world_size, arguments.device)
+        check_same_run(place, recipe.to_dict(), resume=resume, force=force, version=__version__)
+        with place.together():
+            source, tokenizer = _source(recipe, output)
         with _claimed(output, resume, force, source.path, place):
-            saved = next(reversed(find_saved_runs(output)), None) if resume else None
-            if saved is not None:
-                saved.check(recipe.to_dict(), place.world)
-            stream = BatchStream(
-                recipe.data,
-                tokenizer,
-                recipe.run.batch_size,
-                place.data_rank,
-                place.data_world,
-                continued=recipe.continues,
-            )
-            arguments.max_steps = recipe.steps(place.data_world)
-            summary = plan(recipe, source, place.data_world, stream, output / FINAL_FOLDER, dry_run=False)
-            job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
+            check_shared_folder(place, output)
+            with place.together():
+                saved = next(reversed(find_saved_runs(output)), None) if resume else None
+                if saved is not None:
+                    saved.check(recipe.to_dict(), place.world)
+                stream = BatchStream(
+                    recipe.data,
+                    tokenizer,
+                    recipe.run.batch_size,
+                    place.data_rank,
+                    place.data_world,
+                    continued=recipe.continues,
+                )
+                arguments.max_steps = recipe.steps(place.data_world)
+                summary = plan(recipe, source, place.data_world, stream, output / FINAL_FOLDER, dry_run=False)
+            with place.together():
+                job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
             clock = Stopwatch()
             if saved is None or saved.step < job.steps:
                 _train(job, arguments)
             else:
                 job.restore_initial(saved.process(place.rank))
             return _finish(job, summary, clock.seconds())
+
+
+def _source(recipe: Recipe, output: Path) -> tuple[Checkpoint, Any]:
+    """The checkpoint that is trained, and its tokenizer."""
+    source = open_checkpoint(recipe.model.checkpoint)
+    tokenizer = _tokenizer(source)
+    _check_apart(output, source.path)
+    return source, tokenizer
 
 
 def _tokenizer(source: Checkpoint) -> Any:
@@ -129,7 +150,8 @@ def _arguments(recipe: Recipe, output: Path) -> TrainingArguments:
             f"run.report_to is {report_to}, which is not installed; install it with: {install_command(report_to)}, "
             "or set run.report_to=none"
         )
-    if run.precision == "fp16" and not torch.cuda.is_available():
+    gpu = torch.cuda.is_available() and not on_cpu()
+    if run.precision == "fp16" and not gpu:
         raise UserError("run.precision fp16 needs a GPU; use fp32, or bf16")
     arguments = TrainingArguments(
         output_dir=str(output),
@@ -143,7 +165,7 @@ def _arguments(recipe: Recipe, output: Path) -> TrainingArguments:
         seed=run.seed,
         report_to=[] if report_to in ("none", "tensorboard") else [report_to],
         run_name=output.name,
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=not gpu,
         logging_strategy="no",
         save_strategy="no",
         eval_strategy="no",
@@ -227,7 +249,7 @@ def _job(
     force: bool,
 ) -> Job:
     weights = open_checkpoint(saved.folder) if saved is not None else source
-    model = materialise(weights, parse_dtype(recipe.model.dtype), arguments.device)
+    model = _model(recipe, weights, place, arguments.device)
     model.config.context_length = recipe.data.context_length
     if recipe.run.gradient_checkpointing:
         # 5.23 renamed it; 5.17 knows only the old name.
@@ -255,6 +277,15 @@ def _job(
     )
 
 
+def _model(recipe: Recipe, weights: Checkpoint, place: Place, device: torch.device) -> RecurrentLM:
+    """The weights in memory: all of them, or this process's part."""
+    dtype = parse_dtype(recipe.model.dtype)
+    if not place.sharded or dtype is None:
+        return materialise(weights, dtype, device)
+    shard = partial(shard_model, place=place, precision=recipe.run.precision)
+    return materialise_sharded(weights, dtype, device, shard, own_rows, place.shard * place.context_world)
+
+
 def _train(job: Job, arguments: TrainingArguments) -> None:
     around = RunCallback(job)
     callbacks: list[TrainerCallback] = [around]
@@ -263,7 +294,9 @@ def _train(job: Job, arguments: TrainingArguments) -> None:
     trainer = RecurrentTrainer(job, arguments, callbacks)
     around.attach(trainer)
     try:
-        with compiled_layers(job.model, wanted=job.recipe.run.compile):
+        with warnings.catch_warnings(), compiled_layers(job.model, wanted=job.recipe.run.compile):
+            # FSDP would not see a change in place of views among what a layer returns; nobody makes one.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
             trainer.train()
     finally:
         around.close()
@@ -297,6 +330,8 @@ def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSumma
     )
     if learned is not None:
         learned.release()
+    sharded = job.processes.sharded
+    tensors = gathered_weights(job.model, job.processes.first) if sharded else None
     if job.processes.first:
         handover = bool(handover_layers(job.model.config))
         with disk_errors("the final checkpoint", job.watch.last_good):
@@ -304,9 +339,9 @@ def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSumma
                 finish_checkpoint(find_saved_runs(job.output)[-1].folder, final, overwrite=True)
             else:
                 with CheckpointWriter(final, force=True) as writer:
-                    write_model(writer, job.model, job.source, job.tokenizer)
+                    write_model(writer, job.model, job.source, job.tokenizer, tensors)
         trained = open_checkpoint(final)
-        finished = materialise(trained) if handover else job.model
+        finished = materialise(trained) if handover or sharded else job.model
         if learned is not None:
             learned.save(job.output / LEARNED_STATE_FILE, finished)
         body = {

@@ -114,9 +114,12 @@ def make_place(recipe: ParallelRecipe, rank: int, world: int, device: torch.devi
         device: what this process computes on.
 
     Raises:
-        UserError: the mesh has another number of processes.
+        UserError: the mesh has another number of processes; every process finds that, and the first one says it.
     """
-    replicate = replicas(recipe, world)
+    try:
+        replicate = replicas(recipe, world)
+    except UserError as error:
+        raise RefusedTogether(str(error), told_here=rank == 0) from None
     if world == 1:
         return Place()
     mesh = init_device_mesh(device.type, (replicate, recipe.shard, recipe.context), mesh_dim_names=MESH)
@@ -154,3 +157,9 @@ def replicas(recipe: ParallelRecipe, world: int) -> int:
             "parallel.replicate out: it is then what is left"
         )
     return world // pieces
+
+
+def leave_group() -> None:
+    """Leave the process group, if there is one; all processes do so together."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
