@@ -112,20 +112,42 @@ class Checkpoint:
 
         plan = self._match.plan
         tensor = plan.assemble(self._known(name), read).to(self.dtype(name))
-        for copy, original in self._layout.copies.items():
-            if (
-                original == name
-                and copy in self._match.spelt
-                and not torch.equal(self._weights.read([copy])[0], tensor)
-            ):
-                raise UserError(
-                    f'{self.path}: "{copy}" differs from "{plan.parts[name][0].name}", but config.json says they are '
-                    "tied; set tie_word_embeddings (tie_embeddings) to false"
-                )
+        for copy in self._copies_of(name):
+            if not torch.equal(self._weights.read([copy])[0], tensor):
+                raise self._untied(copy, name)
         of_file = {whole.untyped_storage().data_ptr() for whole in mapped}
         if tensor.untyped_storage().data_ptr() in of_file:
             return tensor.clone(memory_format=torch.contiguous_format)
         return tensor.contiguous()
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows `start` to `stop` (dimension 0) of one tensor, otherwise as `read`.
+
+        No other rows are read where the file has the tensor as it is. A tensor that is made of several of the file, or
+        stored in another order, is made whole first.
+        """
+        import torch
+
+        part = self._match.plan.piece(self._known(name))
+        if part is None:
+            return self.read(name)[start:stop].clone()
+        own = part.start if part.of is not None else 0
+        tensor = self._weights.read_rows(part.name, own + start, own + stop).to(self.dtype(name))
+        for copy in self._copies_of(name):
+            if not torch.equal(self._weights.read_rows(copy, start, stop), tensor):
+                raise self._untied(copy, name)
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def _copies_of(self, name: str) -> list[str]:
+        """The tensors of the file that must equal this native one."""
+        copies = self._layout.copies.items()
+        return [copy for copy, original in copies if original == name and copy in self._match.spelt]
+
+    def _untied(self, copy: str, name: str) -> UserError:
+        return UserError(
+            f'{self.path}: "{copy}" differs from "{self._match.plan.parts[name][0].name}", but config.json says they '
+            "are tied; set tie_word_embeddings (tie_embeddings) to false"
+        )
 
     def sha256(self) -> str:
         """SHA-256 (hex) of config.json and the weight files, names included, read in pieces."""

@@ -153,9 +153,18 @@ def _state(folder: Path) -> dict[str, Any] | None:
     return state if whole and isinstance(state, dict) else None
 
 
-def write_model(writer: CheckpointWriter, model: RecurrentLM, source: Checkpoint, tokenizer: Any) -> None:
-    """Put the weights, the surgery records and the tokenizer of a run into `writer`."""
-    tensors = model.state_dict()
+def write_model(
+    writer: CheckpointWriter,
+    model: RecurrentLM,
+    source: Checkpoint,
+    tokenizer: Any,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Put the weights, the surgery records and the tokenizer of a run into `writer`.
+
+    `tensors`: the weights of a sharded model, gathered; None = the model has them itself.
+    """
+    tensors = model.state_dict() if tensors is None else tensors
     writer.set_config(model.config)
     for name in model.config.tensor_shapes():
         writer.add(name, tensors[name])

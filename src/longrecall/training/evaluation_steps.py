@@ -12,10 +12,12 @@ from longrecall.layers.handover import Handover
 from longrecall.models.checkpoint import Checkpoint, CheckpointWriter
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.surgery.handover import finish_checkpoint, handover_layers
-from longrecall.training.checkpoints import Processes, disk_errors, write_model
+from longrecall.training.checkpoints import disk_errors, write_model
 from longrecall.training.evaluation import Share, TrainingEvaluation
 from longrecall.training.initial_states import InitialState
 from longrecall.training.logs import RunLog, Stopwatch
+from longrecall.training.parallel.place import Place
+from longrecall.training.parallel.shard import gathered_weights
 from longrecall.training.watch import FiniteWatch
 
 BEST_FOLDER = "best"
@@ -37,9 +39,7 @@ class Training(Protocol):
     watch: FiniteWatch
     handovers: list[Handover]
 
-    @property
-    def processes(self) -> Processes:
-        """The processes of the run."""
+    processes: Place
 
     @property
     def tokens_per_step(self) -> int:
@@ -62,7 +62,7 @@ def evaluate_after(run: Training, trainer: Trainer, clock: Stopwatch, step: int,
     place = run.processes
     with clock.paused():
         share = Share(
-            place.rank, place.world, bool(getattr(place, "sharded", False)),
+            place.rank, place.world, place.sharded,
             lambda tensor: trainer.accelerator.reduce(tensor, "sum") if place.world > 1 else tensor,
         )  # fmt: skip
         numbers = evaluation.measure(run.model, run.initial, share, trainer.compute_loss_context_manager)
@@ -79,12 +79,14 @@ def evaluate_after(run: Training, trainer: Trainer, clock: Stopwatch, step: int,
 
 def _write_best(run: Training, folder: Path) -> None:
     """Write the model as a native checkpoint without handover layers, in place of the one that was best before."""
-    if run.processes.first:
+    place = run.processes
+    tensors = gathered_weights(run.model, place.first) if place.sharded else None
+    if place.first:
         handover = bool(handover_layers(run.model.config))
         raw = folder.with_name(UNFINISHED_BEST)
         with CheckpointWriter(raw if handover else folder, force=True) as writer:
-            write_model(writer, run.model, run.source, run.tokenizer)
+            write_model(writer, run.model, run.source, run.tokenizer, tensors)
         if handover:
             finish_checkpoint(raw, folder, overwrite=True)
             shutil.rmtree(raw)
-    run.processes.wait()
+    place.wait()

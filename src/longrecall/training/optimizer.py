@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from longrecall.errors import UserError, did_you_mean
+from longrecall.training.parallel.shard import as_held, whole
 from longrecall.training.recipe import OptimizerRecipe
 
 NO_DECAY = (
@@ -165,9 +166,9 @@ def make_optimizer(model: nn.Module, groups: Sequence[ParameterGroup], recipe: O
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return AdamW's state as ``{parameter}#{entry}`` -> tensor on the CPU."""
+    """Return AdamW's state as ``{parameter}#{entry}`` -> whole tensor on the CPU; all processes call this."""
     return {
-        f"{name}#{key}": value.detach().cpu().contiguous().clone()
+        f"{name}#{key}": whole(value.detach()).cpu().contiguous().clone()
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
@@ -179,4 +180,4 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensor
     for full, value in tensors.items():
         name, _, key = full.partition("#")
         parameter = parameters[name]
-        optimizer.state[parameter][key] = value.to(parameter.device)
+        optimizer.state[parameter][key] = as_held(parameter, value.to(parameter.device))

@@ -8,7 +8,8 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from longrecall.installing import install_command
 from longrecall.models.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint
 from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.compiling import compiled_layers
-from longrecall.models.loading import materialise, parse_dtype
+from longrecall.models.loading import materialise, materialise_sharded, parse_dtype
+from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.new_folder import clear_remains
 from longrecall.outputs import claim_folder
 from longrecall.surgery.handover import finish_checkpoint, handover_layers
@@ -39,9 +41,14 @@ from longrecall.training.evaluation_steps import BEST_FOLDER, UNFINISHED_BEST
 from longrecall.training.initial_states import Learned, make_initial_state
 from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch, write_result
 from longrecall.training.optimizer import freeze_parameters
+from longrecall.training.parallel.agreement import check_same_run, check_shared_folder
+from longrecall.training.parallel.launcher import apart_from_launcher, check_devices, launched, on_cpu, world_size
+from longrecall.training.parallel.place import Place, make_place
+from longrecall.training.parallel.shard import gathered_weights, own_rows, shard_model
 from longrecall.training.recipe import Recipe
 from longrecall.training.summary import TrainingSummary, plan, recipe_groups
 from longrecall.training.trainer import Job, RecurrentTrainer, RunCallback
+from longrecall.version import __version__
 
 FINAL_FOLDER = "final"
 LEARNED_STATE_FILE = "initial_state.safetensors"
@@ -51,30 +58,6 @@ _MARKS = (STEPS_FOLDER, FINAL_FOLDER, LOG_FILE, RESULT_FILE)
 """A folder with any of these holds a run."""
 _OF_A_RUN = (*_MARKS, BEST_FOLDER, LEARNED_STATE_FILE, TENSORBOARD_FOLDER)
 _ELSEWHERE = "choose another run.output"
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The processes of this run, from the Trainer's arguments."""
-
-    rank: int
-    world: int
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
-    def wait(self) -> None:
-        if self.world > 1:
-            torch.distributed.barrier()
-
-    def refuse_together(self, refusal: str | None) -> None:
-        """Raise the first process's refusal in every process: none is left to wait for one that has ended."""
-        lines = [refusal]
-        if self.world > 1:
-            torch.distributed.broadcast_object_list(lines, src=0)
-        if lines[0] is not None:
-            raise UserError(lines[0])
 
 
 def run_recipe(
@@ -97,27 +80,42 @@ def run_recipe(
             infinite; no space left while saving (earlier checkpoints stay); a resume with another recipe or another
             number of processes.
     """
-    with _threads(recipe.run.threads):
-        source = open_checkpoint(recipe.model.checkpoint)
-        tokenizer = _tokenizer(source)
-        output = expand_home(recipe.run.output)
-        _check_apart(output, source.path)
+    output = expand_home(recipe.run.output)
+    with _threads(recipe.run.threads), apart_from_launcher() as said:
         if dry_run:
+            recipe = launched(recipe, world_size(), said)
+            source, tokenizer = _source(recipe, output)
             stream = BatchStream(recipe.data, tokenizer, recipe.run.batch_size, continued=recipe.continues)
             summary = plan(recipe, source, 1, stream, output / FINAL_FOLDER, dry_run=True)
             return described(summary, prepare_evaluation(recipe, tokenizer))
+        if torch.cuda.is_available() and not on_cpu():
+            check_devices(torch.cuda.device_count())
         arguments = _arguments(recipe, output)
-        place = _Place(arguments.process_index, arguments.world_size)
+        with Place(arguments.process_index, arguments.world_size).together():
+            recipe = launched(recipe, arguments.world_size, said)
+        place = make_place(recipe.parallel, arguments.process_index, arguments.world_size, arguments.device)
+        check_same_run(place, recipe.to_dict(), resume=resume, force=force, version=__version__)
+        with place.together():
+            source, tokenizer = _source(recipe, output)
         with _claimed(output, resume, force, source.path, place):
-            saved = next(reversed(find_saved_runs(output)), None) if resume else None
-            if saved is not None:
-                saved.check(recipe.to_dict(), place.world)
-            stream = BatchStream(
-                recipe.data, tokenizer, recipe.run.batch_size, place.rank, place.world, continued=recipe.continues
-            )
-            summary = plan(recipe, source, place.world, stream, output / FINAL_FOLDER, dry_run=False)
-            evaluation = prepare_evaluation(recipe, tokenizer)
-            job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
+            check_shared_folder(place, output)
+            with place.together():
+                saved = next(reversed(find_saved_runs(output)), None) if resume else None
+                if saved is not None:
+                    saved.check(recipe.to_dict(), place.world)
+                stream = BatchStream(
+                    recipe.data,
+                    tokenizer,
+                    recipe.run.batch_size,
+                    place.data_rank,
+                    place.data_world,
+                    continued=recipe.continues,
+                )
+                arguments.max_steps = recipe.steps(place.data_world)
+                summary = plan(recipe, source, place.data_world, stream, output / FINAL_FOLDER, dry_run=False)
+                evaluation = prepare_evaluation(recipe, tokenizer)
+            with place.together():
+                job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
             job.evaluation = evaluation
             clock = Stopwatch()
             if saved is None or not ended(saved.state, saved.step, job.steps):
@@ -127,6 +125,14 @@ def run_recipe(
                 if evaluation is not None:
                     evaluation.restore(saved.state["evaluation"])
             return _finish(job, summary, clock.seconds())
+
+
+def _source(recipe: Recipe, output: Path) -> tuple[Checkpoint, Any]:
+    """The checkpoint that is trained, and its tokenizer."""
+    source = open_checkpoint(recipe.model.checkpoint)
+    tokenizer = _tokenizer(source)
+    _check_apart(output, source.path)
+    return source, tokenizer
 
 
 def _tokenizer(source: Checkpoint) -> Any:
@@ -154,7 +160,8 @@ def _arguments(recipe: Recipe, output: Path) -> TrainingArguments:
             f"run.report_to is {report_to}, which is not installed; install it with: {install_command(report_to)}, "
             "or set run.report_to=none"
         )
-    if run.precision == "fp16" and not torch.cuda.is_available():
+    gpu = torch.cuda.is_available() and not on_cpu()
+    if run.precision == "fp16" and not gpu:
         raise UserError("run.precision fp16 needs a GPU; use fp32, or bf16")
     arguments = TrainingArguments(
         output_dir=str(output),
@@ -168,7 +175,7 @@ def _arguments(recipe: Recipe, output: Path) -> TrainingArguments:
         seed=run.seed,
         report_to=[] if report_to in ("none", "tensorboard") else [report_to],
         run_name=output.name,
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=not gpu,
         logging_strategy="no",
         save_strategy="no",
         eval_strategy="no",
@@ -179,7 +186,6 @@ def _arguments(recipe: Recipe, output: Path) -> TrainingArguments:
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
     )
-    arguments.max_steps = recipe.steps(arguments.world_size)
     # One process drives one device: with several visible GPUs Trainer would split batches and lose the states.
     arguments._n_gpu = min(1, arguments.n_gpu)
     return arguments
@@ -194,7 +200,7 @@ def _check_apart(output: Path, source: Path) -> None:
 
 
 @contextmanager
-def _claimed(output: Path, resume: bool, force: bool, source: Path, place: _Place) -> Iterator[None]:
+def _claimed(output: Path, resume: bool, force: bool, source: Path, place: Place) -> Iterator[None]:
     """Be the only run that writes into `output` inside the block; the first process holds it for all."""
     with ExitStack() as held:
         refusal = None
@@ -249,19 +255,19 @@ def _job(
     source: Checkpoint,
     tokenizer: Any,
     stream: BatchStream,
-    place: _Place,
+    place: Place,
     saved: SavedRun | None,
     show_progress: bool,
     force: bool,
 ) -> Job:
     weights = open_checkpoint(saved.folder) if saved is not None else source
-    model = materialise(weights, parse_dtype(recipe.model.dtype), arguments.device)
+    model = _model(recipe, weights, place, arguments.device)
     model.config.context_length = recipe.data.context_length
     if recipe.run.gradient_checkpointing:
         # 5.23 renamed it; 5.17 knows only the old name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
-    initial = make_initial_state(recipe.initial_state, model, recipe.run.seed, place.rank)
+    initial = make_initial_state(recipe.initial_state, model, recipe.run.seed, place.data_rank)
     freeze_parameters(model, recipe.optimizer)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = recipe_groups(recipe, source, names)
@@ -269,7 +275,7 @@ def _job(
         _remove_run(output)  # here at last: all that can be wrong with the new run has been checked
     return Job(
         recipe=recipe,
-        steps=recipe.steps(place.world),
+        steps=recipe.steps(place.data_world),
         output=output,
         model=model,
         source=source,
@@ -284,6 +290,15 @@ def _job(
     )
 
 
+def _model(recipe: Recipe, weights: Checkpoint, place: Place, device: torch.device) -> RecurrentLM:
+    """The weights in memory: all of them, or this process's part."""
+    dtype = parse_dtype(recipe.model.dtype)
+    if not place.sharded or dtype is None:
+        return materialise(weights, dtype, device)
+    shard = partial(shard_model, place=place, precision=recipe.run.precision)
+    return materialise_sharded(weights, dtype, device, shard, own_rows, place.shard * place.context_world)
+
+
 def _train(job: Job, arguments: TrainingArguments) -> None:
     around = RunCallback(job)
     callbacks: list[TrainerCallback] = [around]
@@ -292,7 +307,9 @@ def _train(job: Job, arguments: TrainingArguments) -> None:
     trainer = RecurrentTrainer(job, arguments, callbacks)
     around.attach(trainer)
     try:
-        with compiled_layers(job.model, wanted=job.recipe.run.compile):
+        with warnings.catch_warnings(), compiled_layers(job.model, wanted=job.recipe.run.compile):
+            # FSDP would not see a change in place of views among what a layer returns; nobody makes one.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
             trainer.train()
     finally:
         around.close()
@@ -326,6 +343,8 @@ def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSumma
     )
     if learned is not None:
         learned.release()
+    sharded = job.processes.sharded
+    tensors = gathered_weights(job.model, job.processes.first) if sharded else None
     if job.processes.first:
         handover = bool(handover_layers(job.model.config))
         with disk_errors("the final checkpoint", job.watch.last_good):
@@ -333,9 +352,9 @@ def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSumma
                 finish_checkpoint(find_saved_runs(job.output)[-1].folder, final, overwrite=True)
             else:
                 with CheckpointWriter(final, force=True) as writer:
-                    write_model(writer, job.model, job.source, job.tokenizer)
+                    write_model(writer, job.model, job.source, job.tokenizer, tensors)
         trained = open_checkpoint(final)
-        finished = materialise(trained) if handover else job.model
+        finished = materialise(trained) if handover or sharded else job.model
         if learned is not None:
             learned.save(job.output / LEARNED_STATE_FILE, finished)
         body = {

@@ -7,8 +7,10 @@ micro-batch and process it is in), the initial states, the logs and the checkpoi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,6 @@ from longrecall.models.checkpoint import Checkpoint, CheckpointWriter
 from longrecall.models.losses import label_count
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.training.checkpoints import (
-    Processes,
     ProcessState,
     SavedRun,
     disk_errors,
@@ -40,6 +41,8 @@ from longrecall.training.evaluation_steps import evaluate_after
 from longrecall.training.initial_states import InitialState
 from longrecall.training.logs import Bar, RunLog, Stopwatch
 from longrecall.training.optimizer import ParameterGroup, make_optimizer, optimizer_tensors, restore_optimizer
+from longrecall.training.parallel.place import Place
+from longrecall.training.parallel.shard import as_sharded, average_replicated, clip_gradients, gathered_weights
 from longrecall.training.recipe import Recipe
 from longrecall.training.recipe_states import LearnedRecipe
 from longrecall.training.schedule import handover_progress, rate_factor
@@ -65,7 +68,7 @@ class Job:
     initial: InitialState
     groups: tuple[ParameterGroup, ...]
     log: RunLog
-    processes: Processes
+    processes: Place
     saved: SavedRun | None = None
     """Where to continue."""
     evaluation: TrainingEvaluation | None = None
@@ -80,7 +83,7 @@ class Job:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one step of all processes."""
-        return self.recipe.tokens_per_step(self.processes.world)
+        return self.recipe.tokens_per_step(self.processes.data_world)
 
     def restore_initial(self, own: ProcessState) -> None:
         """Put the intervention back to where this process had saved it."""
@@ -108,6 +111,11 @@ class RecurrentTrainer(Trainer):
         # Our loss is scaled here; Trainer must neither count labels nor divide.
         self.model_accepts_loss_kwargs = False
         self.job = job
+        if job.processes.sharded:
+            # Already sharded: Accelerate only adds autocast, and wraps it no second time. Transformers does the same.
+            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+        self.micro_batches_left = 0
+        """Of the step that is running."""
         self.loss_sum = torch.zeros(())
         """Sum of the losses of the steps since the last log line."""
         self.auxiliary_sum: Tensor | None = None
@@ -153,9 +161,12 @@ class RecurrentTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: Any) -> Any:
         """Return the micro-batches of one step and the number of their labels, over all processes."""
         batches = [next(epoch_iterator) for _ in range(num_batches)]
+        self.micro_batches_left = num_batches
         labels = torch.stack([label_count(batch["labels"]) for batch in batches]).sum().to(device)
-        if self.job.processes.world > 1:
-            labels = self.accelerator.reduce(labels, "sum")
+        place = self.job.processes
+        if place.world > 1:
+            # The processes of a context group have the same rows.
+            labels = self.accelerator.reduce(labels, "sum") // place.context_world
         return batches, labels
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
@@ -166,7 +177,7 @@ class RecurrentTrainer(Trainer):
         origin = inputs.pop("origin")
         step = self.state.global_step + 1
         text, starts = inputs.pop("text"), inputs.pop("starts")
-        self._place = describe_place(origin, inputs.pop("first"), job.processes.rank)
+        self._place = describe_place(origin, inputs.pop("first"), job.processes.data_rank)
         batch = self._prepare_inputs(inputs)
         apart = job.recipe.data.reset_documents or job.initial.continues
         segments = Segments.of(starts, batch["input_ids"].shape[1]) if apart else None
@@ -177,15 +188,36 @@ class RecurrentTrainer(Trainer):
         # The model returns a mean over the labels of this micro-batch; data parallelism averages over the processes.
         share = label_count(batch["labels"]) * job.processes.world / num_items_in_batch.clamp(min=1)
         loss: Tensor = mean * share
-        self.accelerator.backward(loss)
+        self.micro_batches_left -= 1
+        self._backward(loss, last=self.micro_batches_left == 0)
         self.loss_sum += loss.detach()
         for own in auxiliary:
             self.auxiliary_sum = own * share + (0.0 if self.auxiliary_sum is None else self.auxiliary_sum)
         return loss.detach()
 
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        """Add to the gradients; after the `last` micro-batch of a step they are those of all processes."""
+        job = self.job
+        if job.processes.sharded:
+            # Copies of the weights agree once a step; within a copy gradients stay sharded, or they would not fit.
+            as_sharded(job.model).set_requires_all_reduce(last)
+        self.accelerator.backward(loss)
+        if job.processes.sharded and last:
+            average_replicated(job.model.parameters())
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Clip to the recipe's norm, over all shards; return the norm before."""
+        place = self.job.processes
+        if place.sharded:
+            return clip_gradients(self.job.model.parameters(), self.args.max_grad_norm, place)
+        parent: Any = super()
+        return parent._clip_grad_norm(model)
+
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Keep the norm (before clipping) for the log and for the watch."""
         parent: Any = super()
+        if grad_norm is None and self.job.processes.sharded:
+            grad_norm = clip_gradients(self.job.model.parameters(), math.inf, self.job.processes)
         norm = parent._get_grad_norm(model, grad_norm=grad_norm)
         self.gradient_norm = torch.as_tensor(norm).detach()
         # Under fp16 an overflow is expected now and then: the scaler skips that step.
@@ -344,11 +376,15 @@ class RunCallback(TrainerCallback):
             {"position": job.stream.position(), "logged_step": self._logged_step},
         )
 
+        place = job.processes
+        tensors = gathered_weights(job.model, place.first) if place.sharded else None
+
         def weights(writer: CheckpointWriter) -> None:
-            write_model(writer, job.model, job.source, job.tokenizer)
+            write_model(writer, job.model, job.source, job.tokenizer, tensors)
 
         with disk_errors(f"step {step}", job.watch.last_good):
-            optimizer = optimizer_tensors(job.model, trainer.active_optimizer) if job.processes.first else None
+            together = place.first or place.sharded
+            optimizer = optimizer_tensors(job.model, trainer.active_optimizer) if together else None
             folder = write_step(job.output, step, weights, optimizer, own, state, job.processes)
         job.watch.last_good = str(folder)
         if job.processes.first:

@@ -58,6 +58,9 @@ class Weights(Protocol):
     def read(self, names: Sequence[str]) -> list[Tensor]:
         """Return the tensors, on the CPU. They may be backed by the file: callers that keep them copy them."""
 
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows `start` to `stop` (dimension 0) of one tensor as `read` would; no other rows are read."""
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; UserError when the file is missing, empty, not UTF-8, not JSON or not an object."""
@@ -153,6 +156,15 @@ class SafetensorsWeights:
                 raise UserError(f'{path}: tensor "{wanted[0]}" cannot be read ({error})') from None
         return [found[name] for name in names]
 
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of one tensor."""
+        path = self._file[name]
+        try:
+            with safe_open(str(path), framework="pt", device="cpu") as handle:
+                return cast("Tensor", handle.get_slice(name)[start:stop])
+        except (SafetensorError, OSError) as error:
+            raise UserError(f'{path}: tensor "{name}" cannot be read ({error})') from None
+
 
 def _not_read(path: Path, name: str, kind: str, read: Iterable[str]) -> UserError:
     return UserError(
@@ -237,6 +249,10 @@ class TorchWeights:
     def read(self, names: Sequence[str]) -> list[Tensor]:
         """Tensors, mapped from the file."""
         return [self._tensors[name] for name in names]
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of one tensor, mapped from the file."""
+        return self._tensors[name][start:stop]
 
 
 def _read_index(path: Path) -> dict[str, set[str] | None]:
