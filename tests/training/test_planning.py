@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,19 @@ def test_what_is_frozen_costs_no_moments_and_less_work() -> None:
     state = plan("initial_state.kind=learned")
     assert state.trained_parameters == 0 and state.bytes_per_gpu["gradients"] == 0
     assert 0.6 < sum(state.flops_per_token.values()) / sum(found.flops_per_token.values()) < 0.7
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes/papers").glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_of_papers_fit_on_eight_gpus(path: Path) -> None:
+    """Those that name the description of their model: half a million tokens a step, and the memory of an H200."""
+    config = re.search(r"model.checkpoint=(recipes/configs/\S+)", path.read_text())
+    if config is None:
+        return
+    found = plan_run(Recipe.load(path, [f"model.checkpoint={config[1]}"]), Hardware(8))
+    assert found.tokens_per_step == 1 << 19 and sum(found.bytes_per_gpu.values()) < 139 * 2**30
+    # The counts of the papers and of the published checkpoints.
+    sizes = {"statex_gla_1.3b": 1365514304, "statex_mamba2_1.3b": 1350064128, "statex_mamba2_1.3b_lpt": 1343757312}
+    assert found.parameters == sizes.get(path.stem, found.parameters)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

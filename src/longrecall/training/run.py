@@ -117,13 +117,13 @@ def run_recipe(
             with place.together():
                 job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
             job.evaluation = evaluation
+            if evaluation is not None and saved is not None:
+                evaluation.restore(saved.state.get("evaluation"))
             clock = Stopwatch()
             if saved is None or not ended(saved.state, saved.step, job.steps):
                 _train(job, arguments)
             else:
                 job.restore_initial(saved.process(place.rank))
-                if evaluation is not None:
-                    evaluation.restore(saved.state["evaluation"])
             return _finish(job, summary, clock.seconds())
 
 

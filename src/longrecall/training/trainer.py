@@ -287,8 +287,6 @@ class RunCallback(TrainerCallback):
             trainer.auxiliary_sum = own.tensors[AUXILIARY].to(trainer.loss_sum.device)
         self._logged_step = int(own.data["logged_step"])
         restore_random(own.tensors)
-        if job.evaluation is not None:
-            job.evaluation.restore(saved.state.get("evaluation"))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -304,13 +302,12 @@ class RunCallback(TrainerCallback):
             self._bar.step()
         progress = job.set_handover(step)
         last = step >= job.steps
-        logged = step % job.recipe.run.log_every == 0 or last
-        if logged:
+        if step % job.recipe.run.log_every == 0 or last:
             self._log(step, progress)
         if evaluate_after(job, self.trainer, self._clock, step, last, progress):
             last = control.should_training_stop = True
-            if not logged:
-                self._log(step, progress)
+        if last and self._logged_step != step:
+            self._log(step, progress)
         if last or (job.recipe.run.save_every and step % job.recipe.run.save_every == 0):
             self._save(step)
 
