@@ -15,7 +15,7 @@ then on, what it needs in each layer was sent while it was busy with the layer b
 
 Activation checkpointing runs parts of the forward again in the backward. There, neighbours would wait for each other
 in each layer. So what came from the rank before is kept from the first run, and a second run neither sends nor
-receives it (`execution.Kept`). Gathered tensors are large: they are gathered again.
+receives it (`execution.Kept`); sums are kept too. Gathered tensors are large: they are gathered again.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def summed(tensor: Tensor) -> Tensor:
     group = execution.context()
     if group is None:
         return tensor
-    found: Tensor = _Summed.apply(group, tensor)
+    found: Tensor = _Summed.apply(group, execution.kept(), tensor)
     return found
 
 
@@ -256,14 +256,16 @@ class _FromLast(torch.autograd.Function):
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: ContextGroup, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, group: ContextGroup, kept: execution.Kept | None, tensor: Tensor) -> Tensor:
+        if kept is not None and kept.replays:
+            return kept.next()
         total = tensor.contiguous().clone()
         dist.all_reduce(total, group=group.process_group)
-        return total
+        return total if kept is None else kept.add(total)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, gradient
 
 
 def _at_first(pieces: RowPieces, start: Tensor, begin: Tensor, found: Tensor) -> Tensor:
