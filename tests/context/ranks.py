@@ -1,7 +1,8 @@
-"""Processes of a context group, and what they find: ``python -m tests.context.ranks PORT`` (gloo, CPU).
+"""Processes of a context group, and what they find: ``python -m tests.context.ranks PORT [GPUS]``.
 
-A process takes seconds to import everything, so one imports and becomes four by fork. The first four make a group of
-four ranks, and two groups of two. Each rank computes the whole by itself and compares its piece.
+A process takes seconds to import everything, so one imports and becomes several by fork: four on a CPU (gloo), which
+make a group of four ranks and two groups of two; or one for each GPU (NCCL), which try the kernels too. Each rank
+computes the whole by itself and compares its piece.
 """
 
 from __future__ import annotations
@@ -36,8 +37,15 @@ from tests.ops.contract import TABLE, Row
 
 PROCESSES = 4
 
-CLOSE = 1e-11
-"""Norm of an error over the norm, in float64: sums of a few hundred terms, cut at other places."""
+CLOSE = {torch.float64: 1e-11, torch.float32: 1e-4}
+"""Dtype -> norm of an error over the norm: sums of a few hundred terms, cut at other places. float32 is for kernels,
+which multiply in three products of tensor-float-32."""
+
+GPUS = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+DEVICE = "cuda" if GPUS else "cpu"
+
+LENGTHS = {"reference": ((2, 3), (1, 17)), "chunked": ((1, 41), (3, 16)), "triton": ((1, 150), (2, 37))}
+"""Backend -> rows of the batch and tokens of a piece."""
 
 OPERATIONS = {name: row for name, row in TABLE.items() if row.state == "initial_state"}
 """Every op that begins from a state and returns one, in each of the ways to call it."""
@@ -48,17 +56,21 @@ Case = Callable[[ContextGroup, torch.Generator], None]
 def same(found: Tensor, expected: Tensor, what: str) -> None:
     assert found.shape == expected.shape, (what, found.shape, expected.shape)
     error = (found - expected).norm() / expected.norm().clamp(min=1e-3)
-    assert error < CLOSE, (what, float(error))
+    assert error < CLOSE[expected.dtype], (what, float(error))
 
 
 def leaf(x: Tensor) -> Tensor:
-    return x.detach().clone().requires_grad_()
+    return x.detach().clone().to(DEVICE).requires_grad_()
+
+
+def normal(g: torch.Generator, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=g, dtype=torch.float64).to(DEVICE, dtype)
 
 
 def previous(group: ContextGroup, g: torch.Generator) -> None:
     """Values come from the rank before, their gradients return to it, and the first rank's to its start."""
-    every = torch.randn(group.world, 2, 3, generator=g, dtype=torch.float64)
-    own, start = leaf(every[group.rank]), leaf(torch.randn(2, 3, generator=g, dtype=torch.float64))
+    every = normal(g, group.world, 2, 3)
+    own, start = leaf(every[group.rank]), leaf(normal(g, 2, 3))
     found = from_previous(own, start)
     (found * (group.rank + 1)).sum().backward()
     same(found, start if group.first else every[group.rank - 1], "value")
@@ -68,7 +80,7 @@ def previous(group: ContextGroup, g: torch.Generator) -> None:
 
 
 def gathered(group: ContextGroup, g: torch.Generator) -> None:
-    every = torch.randn(group.world, 2, 3, generator=g, dtype=torch.float64)
+    every = normal(g, group.world, 2, 3)
     own = leaf(every[group.rank])
     found, total = all_gather(own), summed(own)
     same(found, every, "gathered")
@@ -85,8 +97,8 @@ def gathered(group: ContextGroup, g: torch.Generator) -> None:
 
 def chain(group: ContextGroup, g: torch.Generator, reentrant: bool | None) -> None:
     """A value that each rank changes, plain and in a part of the model that runs twice."""
-    every = torch.randn(group.world, 2, 3, generator=g, dtype=torch.float64)
-    start = torch.randn(2, 3, generator=g, dtype=torch.float64)
+    every = normal(g, group.world, 2, 3)
+    start = normal(g, 2, 3)
 
     def step(x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         after = before * x.cos() + x
@@ -101,7 +113,7 @@ def chain(group: ContextGroup, g: torch.Generator, reentrant: bool | None) -> No
     out, last = from_last(out, after)
     ((out * (group.rank + 1)).sum() + (last * group.rank).sum()).backward()
     pieces, first = [leaf(x) for x in every], leaf(start)
-    state, loss = first, torch.zeros((), dtype=torch.float64)
+    state, loss = first, torch.zeros((), dtype=torch.float64, device=DEVICE)
     for rank, x in enumerate(pieces):
         read, state = step(x, state)
         loss = loss + (read * (rank + 1)).sum()
@@ -116,7 +128,8 @@ def chain(group: ContextGroup, g: torch.Generator, reentrant: bool | None) -> No
 def operation(group: ContextGroup, g: torch.Generator, row: Row, backend: str, rows: int, length: int) -> None:
     """Outputs, final state and every gradient of an op; each rank weighs what it gets in its own way."""
     drawn = row.inputs(g, rows, group.world * length)
-    whole = {name: None if x is None else leaf(x.double()) for name, x in drawn.items()}
+    dtype = torch.float32 if backend == "triton" else torch.float64
+    whole = {name: None if x is None else leaf(x.to(dtype)) for name, x in drawn.items()}
     timeless = (*row.timeless, row.state)
 
     def cut(name: str, x: Tensor) -> Tensor:
@@ -127,8 +140,8 @@ def operation(group: ContextGroup, g: torch.Generator, row: Row, backend: str, r
     out, final = from_last(out, final)
     with context_parallel(ContextGroup.alone()):
         expected, last = row.call(**whole, backend=backend)
-    weights = torch.randn(expected.shape, generator=g, dtype=torch.float64)
-    shares = torch.randn((group.world, *last.shape), generator=g, dtype=torch.float64)
+    weights = normal(g, *expected.shape, dtype=dtype)
+    shares = normal(g, group.world, *last.shape, dtype=dtype)
     ((out * cut("out", weights)).sum() + (final * shares[group.rank]).sum()).backward()
     ((expected * weights).sum() + (last * shares.sum(0)).sum()).backward()
     same(out, cut("out", expected), "outputs")
@@ -153,8 +166,9 @@ def documents(group: ContextGroup, g: torch.Generator, row: Row) -> None:
     left, right = group.rank * length, (group.rank + 1) * length
     mine = [max(left, min(right, end)) - left for end in ends]
     inside = [index for index in range(len(ends) - 1) if mine[index] < mine[index + 1]]
-    cuts = torch.tensor([*(mine[index] for index in inside), length])
-    pieces = RowPieces(torch.tensor([0]), torch.tensor([len(inside) - 1]), torch.tensor([left not in ends]))
+    cuts = torch.tensor([*(mine[index] for index in inside), length], device=DEVICE)
+    rows = ([0], [len(inside) - 1], [left not in ends])
+    pieces = RowPieces(*(torch.tensor(x, device=DEVICE) for x in rows))
     timeless = (*row.timeless, "initial_state")
 
     def cut(name: str, x: Tensor) -> Tensor:
@@ -166,9 +180,8 @@ def documents(group: ContextGroup, g: torch.Generator, row: Row) -> None:
     with row_pieces(pieces):
         out, final = row.call(**own, cu_seqlens=cuts)
     with context_parallel(ContextGroup.alone()):
-        expected, last = row.call(**whole, cu_seqlens=torch.tensor(ends))
-    weights = torch.randn(expected.shape, generator=g, dtype=torch.float64)
-    shares = torch.randn(last.shape, generator=g, dtype=torch.float64)
+        expected, last = row.call(**whole, cu_seqlens=torch.tensor(ends, device=DEVICE))
+    weights, shares = normal(g, *expected.shape), normal(g, *last.shape)
     # The final states of the documents that end here.
     ended = [place for place, index in enumerate(inside) if ends[index + 1] <= right]
     ended_here = [inside[place] for place in ended]
@@ -192,7 +205,7 @@ def documents(group: ContextGroup, g: torch.Generator, row: Row) -> None:
 def frozen(group: ContextGroup, g: torch.Generator) -> None:
     """Where only the start needs a gradient, or only one input of the recurrence, nobody waits in vain."""
     row = OPERATIONS["gated_delta"]
-    drawn = {name: x if x is None else x.double() for name, x in row.inputs(g, 1, 8).items()}
+    drawn = {name: x if x is None else x.double().to(DEVICE) for name, x in row.inputs(g, 1, 8).items()}
     for trained in ("initial_state", "v", "q"):
         own = {name: x if x is None or name != trained else leaf(x) for name, x in drawn.items()}
         out, _ = row.call(**own)
@@ -206,8 +219,10 @@ def cases() -> Iterator[tuple[str, Case]]:
     for reentrant in (None, False, True):
         yield f"chain, reentrant {reentrant}", partial(chain, reentrant=reentrant)
     for name, row in OPERATIONS.items():
-        for backend in (x for x in OPS[row.op].backends() if x in ("reference", "chunked")):
-            for rows, length in ((2, 3), (1, 17)) if backend == "reference" else ((1, 41), (3, 16)):
+        for backend in ("reference", "chunked", *(("triton",) if GPUS else ())):
+            if backend not in OPS[row.op].backends() or backend in row.refuses:
+                continue
+            for rows, length in LENGTHS[backend]:
                 case = partial(operation, row=row, backend=backend, rows=rows, length=length)
                 yield f"{name}, {backend}, {rows} x {length}", case
         if row.packs:
@@ -216,10 +231,16 @@ def cases() -> Iterator[tuple[str, Case]]:
 
 
 def run(rank: int, port: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(PROCESSES)}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    for group in (ContextGroup.of(), ContextGroup.of(pairs[rank // 2])):
+    processes = GPUS or PROCESSES
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(processes)}
+    if GPUS:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if GPUS else "gloo", timeout=timedelta(seconds=60))
+    groups = [ContextGroup.of()]
+    if not GPUS:
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        groups.append(ContextGroup.of(pairs[rank // 2]))
+    for group in groups:
         for seed, (name, case) in enumerate(cases()):
             try:
                 with context_parallel(group):
@@ -235,7 +256,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     others = []
     rank = 0
-    for other in range(1, PROCESSES):
+    for other in range(1, GPUS or PROCESSES):
         child = os.fork()
         if not child:
             rank, others = other, []

@@ -16,15 +16,20 @@ from longrecall.ops.execution import context
 from tests.context.ranks import OPERATIONS
 
 
-def test_every_recurrence_over_two_and_four_ranks() -> None:
-    """Outputs, final states and all gradients; packed documents; parts of a model that run twice; frozen inputs."""
+def run_ranks(*arguments: str, timeout: float = 120) -> None:
+    """Start `tests.context.ranks`; AssertionError with what went wrong on a rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-m", "tests.context.ranks", str(port)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    command = [sys.executable, "-m", "tests.context.ranks", str(port), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_every_recurrence_over_two_and_four_ranks() -> None:
+    """Outputs, final states and all gradients; packed documents; parts of a model that run twice; frozen inputs."""
+    run_ranks()
 
 
 def test_operations_are_all_that_begin_from_a_state() -> None:
