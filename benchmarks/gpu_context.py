@@ -113,7 +113,8 @@ def main() -> None:
     name = f"{args.model}: 1 x {args.length}" + (", checkpointing" if args.checkpointing else "")
     whole: dict[str, Any] = {}
     if group.first:
-        whole = rows.measure(f"{name}, 1 GPU", lambda: measured(model, ids, None, args.repeats))
+        whole = measured(model, ids, None, args.repeats)
+        rows.add(f"{name}, 1 GPU", **whole)
     dist.barrier()
     pieces = measured(model, ids, group, args.repeats)
     every: list[Any] = [None] * group.world
@@ -125,7 +126,7 @@ def main() -> None:
             "speedup": whole["ms"] / slowest["ms"],
             "share of the activations": most / whole["activations_gib"],
         }
-        rows.measure(f"{name}, {group.world} GPUs", lambda: slowest | compared | {"errors": worst, "ranks": every})
+        rows.add(f"{name}, {group.world} GPUs", **slowest, **compared, errors=worst, ranks=every)
     dist.destroy_process_group()
 
 

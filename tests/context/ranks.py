@@ -1,19 +1,22 @@
-"""Processes of a context group, and what they find: ``python -m tests.context.ranks PORT [GPUS]``.
+"""Processes of a context group, and what they find: ``python -m tests.context.ranks PORT [GPUS or kernels]``.
 
 A process takes seconds to import everything, so one imports and becomes several by fork: four on a CPU (gloo), which
-make a group of four ranks and two groups of two; or one for each GPU (NCCL), which try the kernels too. Each rank
-computes the whole by itself and compares its piece.
+make a group of four ranks and two groups of two; or one for each GPU (NCCL), which try the kernels too; or, for
+"kernels", two on a CPU in Triton's interpreter. Each rank computes the whole by itself and compares its piece.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,17 +34,22 @@ from longrecall.context import (
     row_pieces,
     summed,
 )
+from longrecall.layers import fused_delta
+from longrecall.layers.mixers.registry import mixer_config
 from longrecall.ops.backends import OPS
-from longrecall.ops.execution import as_states_are_read_now, context
+from longrecall.ops.execution import as_states_are_read_now, context, padding_at_the_end
+from tests.interpreter import quicken
 from tests.ops.contract import TABLE, Row
-
-PROCESSES = 4
 
 CLOSE = {torch.float64: 1e-11, torch.float32: 1e-4}
 """Dtype -> norm of an error over the norm: sums of a few hundred terms, cut at other places. float32 is for kernels,
 which multiply in three products of tensor-float-32."""
 
-GPUS = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+ARGUMENTS = sys.argv[2:] if __name__ == "__main__" else []
+GPUS = int(ARGUMENTS[0]) if ARGUMENTS not in ([], ["kernels"]) else 0
+INTERPRETED = ARGUMENTS == ["kernels"]
+"""Whether layers are run in kernels, by Triton's interpreter."""
+PROCESSES = GPUS or (2 if INTERPRETED else 4)
 DEVICE = "cuda" if GPUS else "cpu"
 
 LENGTHS = {"reference": ((2, 3), (1, 17)), "chunked": ((1, 41), (3, 16)), "triton": ((1, 150), (2, 37))}
@@ -202,6 +210,56 @@ def documents(group: ContextGroup, g: torch.Generator, row: Row) -> None:
         same(found, cut(name, gradient), f"gradient of {name}")
 
 
+def kernels_of_a_layer(group: ContextGroup, g: torch.Generator, expansion: dict[str, Any] | None, padded: bool) -> None:
+    """A layer whose convolutions, expansion and recurrence are one function in kernels; from a state, and padded."""
+    width, length, rows, channels = 64 if GPUS else 16, 40 if GPUS else 17, 2, 24
+    description = {"num_heads": 1, "value_heads": 2, "key_dim": width, "value_dim": width, "output_gate": False}
+    more = {} if expansion is None else {"expansion": expansion}
+    config = mixer_config({"type": "gated_delta_net", **description, **more})
+    torch.manual_seed(5)
+    layer = config.build(channels).to(DEVICE)
+    shapes = {name: (rows, *shape) for name, shape in config.state_shapes().items()}
+    whole = leaf(normal(g, rows, group.world * length, channels, dtype=torch.float32))
+    states = {name: normal(g, *shape, dtype=torch.float32) for name, shape in shapes.items()}
+    before = [{name: leaf(x) for name, x in states.items()} for _ in range(2)]
+    # Rows end in the last piece: one in its second token, with fewer tokens than a convolution keeps.
+    ends = torch.tensor([group.world * length - length + 2, group.world * length - 5], device=DEVICE)
+    mask = torch.arange(group.world * length, device=DEVICE) < ends[:, None] if padded else None
+
+    def read(x: Tensor, state: dict[str, Tensor], real: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        position = torch.zeros(rows, dtype=torch.long, device=DEVICE)
+        with padding_at_the_end(real) if real is not None else contextlib.nullcontext():
+            assert fused_delta.why_not(layer, x, real, x.new_zeros(rows, 1, 2)) is None
+            y, after = layer(x, state, mask=real, position=position)
+        return (y if real is None else y * real[..., None]), after
+
+    own = leaf(whole.chunk(group.world, dim=1)[group.rank])
+    y, after = read(own, before[0], None if mask is None else mask.chunk(group.world, dim=1)[group.rank])
+    y, *last = from_last(y, *after.values())
+    weights = normal(g, *whole.shape, dtype=torch.float32)
+    shares = [normal(g, *x.shape, dtype=torch.float32) for x in last]
+    pieces = (y * weights.chunk(group.world, dim=1)[group.rank]).sum()
+    (pieces + sum((x * share).sum() for x, share in zip(last, shares, strict=True)) / group.world).backward()
+    found = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    layer.zero_grad()
+    with context_parallel(ContextGroup.alone()):
+        expected, final = read(whole, before[1], mask)
+        total = (expected * weights).sum()
+        (total + sum((final[n] * share).sum() for n, share in zip(after, shares, strict=True))).backward()
+    same(y, expected.chunk(group.world, dim=1)[group.rank], "outputs")
+    for name, x in zip(after, last, strict=True):
+        same(x, final[name], f"final {name}")
+        theirs, mine = before[1][name].grad, before[0][name].grad
+        assert theirs is not None and mine is not None
+        same(mine, theirs if group.first else torch.zeros_like(theirs), f"gradient of the first {name}")
+    assert own.grad is not None and whole.grad is not None
+    same(own.grad, whole.grad.chunk(group.world, dim=1)[group.rank], "gradient of x")
+    for name, parameter in layer.named_parameters():
+        dist.all_reduce(found[name], group=group.process_group)
+        assert parameter.grad is not None
+        same(found[name], parameter.grad, f"gradient of {name}")
+
+
 def frozen(group: ContextGroup, g: torch.Generator) -> None:
     """Where only the start needs a gradient, or only one input of the recurrence, nobody waits in vain."""
     row = OPERATIONS["gated_delta"]
@@ -230,18 +288,30 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "frozen", frozen
 
 
+def layers() -> Iterator[tuple[str, Case]]:
+    """Those that run in kernels alone."""
+    grafted = {"kind": "headwise", "factor": 2, "grafted": True}
+    for name, expansion in (("plain", None), ("grafted", grafted)):
+        for padded in (False, True):
+            yield f"{name}, padded {padded}", partial(kernels_of_a_layer, expansion=expansion, padded=padded)
+
+
 def run(rank: int, port: str) -> None:
-    processes = GPUS or PROCESSES
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(processes)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(PROCESSES)}
     if GPUS:
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if GPUS else "gloo", timeout=timedelta(seconds=60))
     groups = [ContextGroup.of()]
-    if not GPUS:
+    if PROCESSES == 4:
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         groups.append(ContextGroup.of(pairs[rank // 2]))
     for group in groups:
-        for seed, (name, case) in enumerate(cases()):
+        listed = list(cases())
+        if INTERPRETED:
+            listed = list(layers())
+        elif GPUS:
+            listed += layers()
+        for seed, (name, case) in enumerate(listed):
             try:
                 with context_parallel(group):
                     case(group, torch.Generator().manual_seed(seed))
@@ -254,9 +324,11 @@ def run(rank: int, port: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if INTERPRETED:
+        quicken(pytest.MonkeyPatch())
     others = []
     rank = 0
-    for other in range(1, GPUS or PROCESSES):
+    for other in range(1, PROCESSES):
         child = os.fork()
         if not child:
             rank, others = other, []

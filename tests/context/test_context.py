@@ -16,12 +16,13 @@ from longrecall.ops.execution import context
 from tests.context.ranks import OPERATIONS
 
 
-def run_ranks(*arguments: str, timeout: float = 120) -> None:
-    """Start `tests.context.ranks`; AssertionError with what went wrong on a rank."""
+def run_ranks(*arguments: str, timeout: float = 120, **variables: str) -> None:
+    """Start `tests.context.ranks` with variables in its environment; AssertionError with what went wrong on a rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment |= variables
     command = [sys.executable, "-m", "tests.context.ranks", str(port), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -30,6 +31,13 @@ def run_ranks(*arguments: str, timeout: float = 120) -> None:
 def test_every_recurrence_over_two_and_four_ranks() -> None:
     """Outputs, final states and all gradients; packed documents; parts of a model that run twice; frozen inputs."""
     run_ranks()
+
+
+@pytest.mark.slow
+def test_layers_in_kernels_over_two_ranks() -> None:
+    """Triton's interpreter: convolutions, expansion and recurrence in one function, from states, with padding."""
+    pytest.importorskip("triton")
+    run_ranks("kernels", timeout=240, TRITON_INTERPRET="1", LONGRECALL_BACKEND="triton")
 
 
 def test_operations_are_all_that_begin_from_a_state() -> None:
