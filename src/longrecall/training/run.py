@@ -36,7 +36,7 @@ from longrecall.training.checkpoints import (
     write_model,
 )
 from longrecall.training.data import BatchStream
-from longrecall.training.initial_states import Learned, make_initial_state
+from longrecall.training.initial_states import Learned, make_initial_state, sum_of
 from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch, write_result
 from longrecall.training.parallel.agreement import check_same_run, check_shared_folder
 from longrecall.training.parallel.launcher import check_devices, launched, on_cpu, without_launcher, world_size
@@ -255,7 +255,8 @@ def _job(
         # 5.23 renamed it; 5.17 knows only the old name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
-    initial = make_initial_state(recipe.initial_state, model, recipe.run.seed, place.data_rank)
+    first_row = place.data_rank * recipe.run.batch_size
+    initial = make_initial_state(recipe.initial_state, model, recipe.run.seed, first_row, sum_of(place.world))
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = recipe_groups(recipe, source, names)
     if force and place.first:
