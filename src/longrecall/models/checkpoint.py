@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -311,6 +311,10 @@ class CheckpointWriter:
             raise UserError(f'tensor "{name}" has shape {list(tensor.shape)}, the config asks for {wanted}')
         self._shards.add(name, tensor)
         self._dtypes[name] = tensor.dtype
+
+    def set_elsewhere(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Write no weights, only what describes them: the caller puts them, of these types, into files beside it."""
+        self._dtypes.update(dtypes)
 
     def add_companions(self, files: Iterable[Path]) -> None:
         """Copy files that belong beside the weights (`Checkpoint.companion_files`)."""

@@ -74,8 +74,8 @@ def run_recipe(
 
     Raises:
         UserError: bad data, checkpoint or output; an output that another process writes; a loss that is NaN or
-            infinite; no space left while saving (earlier checkpoints stay); a resume with another recipe or another
-            number of processes.
+            infinite; no space left while saving (earlier checkpoints stay); a resume with another recipe, or with a
+            number of processes that cannot share the rows of a batch.
     """
     with _threads(recipe.run.threads), ExitStack() as launcher:
         recipe, output = launched(recipe, world_size()), expand_home(recipe.run.output)
@@ -96,7 +96,7 @@ def run_recipe(
             with place.together():
                 saved = next(reversed(find_saved_runs(output)), None) if resume else None
                 if saved is not None:
-                    saved.check(recipe.to_dict(), place.world)
+                    recipe = saved.fit(recipe, place.data_world)
                 stream = BatchStream(
                     recipe.data,
                     tokenizer,
@@ -113,7 +113,7 @@ def run_recipe(
             if saved is None or saved.step < job.steps:
                 _train(job, arguments)
             else:
-                job.restore_initial(saved.process(place.rank))
+                job.restore_initial(saved.share_of(place))
             return _finish(job, summary, clock.seconds())
 
 
