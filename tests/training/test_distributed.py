@@ -167,5 +167,5 @@ def test_two_processes(make_recipe: Callable[..., Recipe], tmp_path: Path) -> No
             # What a process carries is its own; what all fit or learn is the same everywhere.
             assert torch.equal(first.tensors[own], second.tensors[own]) is (kind in ("learned", "fitted_noise"))
     whole_run = tmp_path / "state_passing" / "whole"
-    with pytest.raises(UserError, match="was saved by 2 processes and cannot go on with 1"):
+    with pytest.raises(UserError, match="was saved by 2 processes with a data position each"):
         run_recipe(Recipe.from_dict(recipes["state_passing"].to_dict(), [f"run.output={whole_run}"]), resume=True)

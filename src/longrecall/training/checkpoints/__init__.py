@@ -9,6 +9,7 @@ A checkpoint is written by a thread while training goes on (`saver`), into a hid
 it is on the disk: a folder of this name is whole; the sizes in `training_state.json` prove it again before a resume.
 """
 
+from longrecall.training.checkpoints.consolidating import checkpoint_fingerprint, consolidate, write_final
 from longrecall.training.checkpoints.saved_run import (
     STEPS_FOLDER,
     ProcessState,
@@ -17,6 +18,7 @@ from longrecall.training.checkpoints.saved_run import (
     disk_errors,
     drop_old,
     find_saved_runs,
+    flatten,
     step_folder,
 )
 from longrecall.training.checkpoints.saver import Saver, write_model
@@ -27,11 +29,15 @@ __all__ = [
     "ProcessState",
     "SavedRun",
     "Saver",
+    "checkpoint_fingerprint",
     "clear_partial",
+    "consolidate",
     "disk_errors",
     "drop_old",
     "find_saved_runs",
+    "flatten",
     "restore_optimizer",
     "step_folder",
+    "write_final",
     "write_model",
 ]

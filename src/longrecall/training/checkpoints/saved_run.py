@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from longrecall.errors import UserError
+from longrecall.errors import RefusedTogether, UserError
 from longrecall.models.formats.pieces import SHARDS_INDEX, Piece, Stored, StoredTensors
 from longrecall.training.initial_states import is_of_rows
 from longrecall.training.recipe import Recipe
@@ -234,9 +234,15 @@ def find_saved_runs(output: Path) -> list[SavedRun]:
     found = []
     folder = output / STEPS_FOLDER
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if _NAME.fullmatch(path.name) and (state := _complete(path)) is not None:
-            found.append(SavedRun(path, state))
+        if _NAME.fullmatch(path.name) and (saved := saved_run(path)) is not None:
+            found.append(saved)
     return found
+
+
+def saved_run(folder: Path) -> SavedRun | None:
+    """Return the resumable checkpoint in the folder of a step; None when it is damaged, half-written, or none."""
+    state = _complete(folder)
+    return None if state is None else SavedRun(folder, state)
 
 
 def _complete(folder: Path) -> dict[str, Any] | None:
@@ -289,7 +295,10 @@ def disk_errors(what: str, last_good: str) -> Iterator[None]:
         yield
     except (UserError, OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise UserError(f"cannot save {what}: {reason}; last good checkpoint: {last_good}") from error
+        line = f"cannot save {what}: {reason}; last good checkpoint: {last_good}"
+        if isinstance(error, RefusedTogether):
+            raise RefusedTogether(line, told_here=error.told_here) from error
+        raise UserError(line) from error
 
 
 def random_tensors() -> dict[str, Tensor]:

@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from longrecall.errors import UserError
+from longrecall.errors import RefusedTogether, UserError
 from longrecall.files import make_readable
 from longrecall.models.checkpoint import Checkpoint, CheckpointWriter
 from longrecall.models.formats.pieces import MODEL
@@ -130,7 +130,7 @@ class Saver:
         tensors |= {OPTIMIZER + name: value for name, value in optimizer_state(self._model, optimizer).items()}
         if sharded:
             stager = DefaultStager(StagingOptions(False, False, False, False))
-            tensors = stager.stage(tensors)
+            tensors = cast("dict[str, Tensor]", stager.stage(tensors))
             stager.close()
         else:
             tensors = {n: t.to("cpu", copy=True) for n, t in tensors.items()} if self._processes.first else {}
@@ -185,7 +185,7 @@ class Saver:
             rank, (failure, _) = min(error.failures.items())
             if not isinstance(failure, (UserError, OSError)):
                 raise failure from None
-            raise UserError(_said_by(rank, _reason(failure))) from None
+            raise self._refusal(rank, _reason(failure)) from None
 
     def _add_own(self, partial: Path, snapshot: _Snapshot) -> None:
         rank = self._processes.rank
@@ -226,7 +226,12 @@ class Saver:
             raise failure
         for rank, reason in enumerate(reasons):
             if reason is not None:
-                raise UserError(_said_by(rank, reason))
+                raise self._refusal(rank, reason)
+
+    def _refusal(self, rank: int, reason: str) -> RefusedTogether:
+        """What every process raises for what went wrong in one of them."""
+        line = reason if rank == 0 else f"process {rank}: {reason}"
+        return RefusedTogether(line, told_here=self._processes.first)
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -268,10 +273,6 @@ def _add_companions(writer: CheckpointWriter, source: Checkpoint, tokenizer: Any
 def _reason(error: Exception) -> str:
     """What went wrong, in the system's words where they are."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def _said_by(rank: int, reason: str) -> str:
-    return reason if rank == 0 else f"process {rank}: {reason}"
 
 
 def _flush(path: Path) -> None:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
@@ -48,7 +50,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], rank: int, group: 
     Raises:
         CheckpointException: in every process, when one of them could not write (`failures` of it says why).
     """
-    dcp.save(dict(tensors), storage_writer=_Writer(folder, rank), process_group=group)
+    save(dict(tensors), storage_writer=_Writer(folder, rank), process_group=group)
 
 
 def fill(targets: Mapping[str, Tensor], stored: StoredTensors) -> None:
@@ -63,8 +65,8 @@ def fill(targets: Mapping[str, Tensor], stored: StoredTensors) -> None:
         # Nothing needs to be agreed on: every process reads for itself.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            dcp.load(dict(targets), storage_reader=_Reader(stored), no_dist=True)
-        except dcp.CheckpointException as error:
+            load(dict(targets), storage_reader=_Reader(stored), no_dist=True)
+        except CheckpointException as error:
             raise next(iter(error.failures.values()))[0] from None
 
 

@@ -113,17 +113,17 @@ class Learned:
         for name, parameter in self._parameters.items():
             parameter.copy_(tensors[name])
 
-    def save(self, path: Path, finished: RecurrentLM) -> None:
+    def save(self, path: Path, zero: RecurrentState, fingerprint: str) -> None:
         """Write the state, one row that has read nothing, for `RecurrentState.load` and ``generate --load-state``.
 
         Args:
             path: a safetensors file.
-            finished: the trained model as it was written, without handover layers; only its fingerprint opens the file.
+            zero: the zero state, of one row, of the trained model as it was written, without handover layers.
+            fingerprint: of that model, which alone opens the file.
 
         Raises:
             UserError: the place cannot be written.
         """
-        zero = finished.zero_state(1)
         layers: list[LayerState] = []
         for index, layer in enumerate(zero.layers):
             kept = dict(layer)
@@ -133,4 +133,4 @@ class Learned:
                     if key in self._parameters:
                         kept[name] = self._parameters[key].detach()[None].to(empty)
             layers.append(kept)
-        replace(zero, layers=tuple(layers)).save(path, finished.fingerprint())
+        replace(zero, layers=tuple(layers)).save(path, fingerprint)
