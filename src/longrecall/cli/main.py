@@ -25,6 +25,7 @@ VERBS = (
     "init",
     "expand",
     "train",
+    "consolidate",
     "sweep",
     "eval",
     "diagnose",

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from longrecall.errors import UserError, did_you_mean
 from longrecall.files import ELSEWHERE, check_no_input
 from longrecall.models.accounting import account
 from longrecall.models.formats import detect
+from longrecall.models.formats.descriptions import read_json
 from longrecall.models.formats.format import Format
 from longrecall.models.formats.hub import COMPANION_PATTERNS, locate
 from longrecall.models.formats.layout import Layout
@@ -27,7 +28,7 @@ from longrecall.models.formats.origin import ORIGIN_FOLDER, Origin, read_origin
 from longrecall.models.formats.quantised import refuse_quantised
 from longrecall.models.formats.remote_code import AUTO_MAP, CODE, CODE_FILE
 from longrecall.models.formats.shards import ShardWriter, disk_errors
-from longrecall.models.formats.weights import Weights, listed, open_weights, read_json
+from longrecall.models.formats.weights import Weights, listed, open_weights
 from longrecall.models.limits import check_numbers
 from longrecall.models.sizes import PlainConfig
 from longrecall.models.surgery_records import SURGERY_FILE, read_surgery
@@ -310,6 +311,10 @@ class CheckpointWriter:
             raise UserError(f'tensor "{name}" has shape {list(tensor.shape)}, the config asks for {wanted}')
         self._shards.add(name, tensor)
         self._dtypes[name] = tensor.dtype
+
+    def set_elsewhere(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Write no weights, only what describes them: the caller puts them, of these types, into files beside it."""
+        self._dtypes.update(dtypes)
 
     def add_companions(self, files: Iterable[Path]) -> None:
         """Copy files that belong beside the weights (`Checkpoint.companion_files`)."""

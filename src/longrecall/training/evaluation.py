@@ -274,9 +274,22 @@ def described(summary: TrainingSummary, evaluation: TrainingEvaluation | None) -
     return replace(summary, evaluation=evaluation.describe(), best=evaluation.best())
 
 
+def parted_log(rows: Sequence[Mapping[str, Any]], evaluation: TrainingEvaluation | None) -> dict[str, Any]:
+    """Return what training.json says of the log: ``log``, the rows of training, and with one ``evaluation``."""
+    training = {"log": [row for row in rows if "loss" in row]}
+    return training if evaluation is None else training | {"evaluation": evaluation.report(rows)}
+
+
 def prepare_evaluation(recipe: Recipe, tokenizer: Any) -> TrainingEvaluation | None:
     """Return what the recipe asks to measure during training; None where it asks for nothing."""
     return None if recipe.evaluation is None else TrainingEvaluation(recipe, recipe.evaluation, tokenizer)
+
+
+def resumed(evaluation: TrainingEvaluation | None, state: Mapping[str, Any]) -> TrainingEvaluation | None:
+    """Return the evaluation as it stood in the state of a saved run (empty = a new run)."""
+    if evaluation is not None:
+        evaluation.restore(state.get("evaluation"))
+    return evaluation
 
 
 def task_numbers(result: Mapping[str, Any]) -> Numbers:

@@ -11,6 +11,7 @@ from transformers import Trainer
 from longrecall.layers.handover import Handover
 from longrecall.models.checkpoint import Checkpoint, CheckpointWriter
 from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.new_folder import clear_remains
 from longrecall.surgery.handover import finish_checkpoint, handover_layers
 from longrecall.training.checkpoints import disk_errors, write_model
 from longrecall.training.evaluation import Share, TrainingEvaluation
@@ -75,6 +76,12 @@ def evaluate_after(run: Training, trainer: Trainer, clock: Stopwatch, step: int,
     # What begins with eval_ has a page of its own in TensorBoard and W&B.
     trainer.log({f"eval_{name}": value for name, value in numbers.items() if value is not None})
     return evaluation.standing.stopped
+
+
+def clear_best(output: Path) -> None:
+    """Remove what a kill has left of a best checkpoint that was being written."""
+    clear_remains(output / BEST_FOLDER)
+    shutil.rmtree(output / UNFINISHED_BEST, ignore_errors=True)
 
 
 def _write_best(run: Training, folder: Path) -> None:

@@ -8,10 +8,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from longrecall.errors import UserError, did_you_mean
-from longrecall.training.parallel.shard import as_held, whole
 from longrecall.training.recipe import OptimizerRecipe
 
 NO_DECAY = (
@@ -80,14 +79,19 @@ def trained_names(names: Sequence[str], recipe: OptimizerRecipe) -> list[str]:
     return kept
 
 
-def freeze_parameters(model: nn.Module, recipe: OptimizerRecipe) -> None:
-    """Let the parameters that `train` and `freeze` leave out need no gradient; UserError as `trained_names`."""
+def freeze_parameters(model: nn.Module, recipe: OptimizerRecipe) -> list[str]:
+    """Let the parameters that `train` and `freeze` leave out need no gradient; return the names of those that do.
+
+    Raises:
+        UserError: as `trained_names`.
+    """
     if recipe.train or recipe.freeze:
         parameters = dict(model.named_parameters())
         kept = set(trained_names(list(parameters), recipe))
         for name, parameter in parameters.items():
             if name not in kept:
                 parameter.requires_grad_(False)
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def _check_matches(key: str, pattern: str, names: Collection[str]) -> None:
@@ -163,21 +167,3 @@ def make_optimizer(model: nn.Module, groups: Sequence[ParameterGroup], recipe: O
         # One call for all parameters: a small model has many tiny tensors, and looping over them would cost more.
         fused=True,
     )
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return AdamW's state as ``{parameter}#{entry}`` -> whole tensor on the CPU; all processes call this."""
-    return {
-        f"{name}#{key}": whole(value.detach()).cpu().contiguous().clone()
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` returned; the entries go to the device of their parameter."""
-    parameters = dict(model.named_parameters())
-    for full, value in tensors.items():
-        name, _, key = full.partition("#")
-        parameter = parameters[name]
-        optimizer.state[parameter][key] = as_held(parameter, value.to(parameter.device))

@@ -24,27 +24,30 @@ from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.compiling import compiled_layers
 from longrecall.models.loading import materialise, materialise_sharded, parse_dtype
 from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.models.state import RecurrentState, zero_state
 from longrecall.new_folder import clear_remains
 from longrecall.outputs import claim_folder
-from longrecall.surgery.handover import finish_checkpoint, handover_layers
+from longrecall.surgery.handover import handover_layers
 from longrecall.training.checkpoints import (
     STEPS_FOLDER,
     SavedRun,
+    checkpoint_fingerprint,
     clear_partial,
     disk_errors,
     find_saved_runs,
+    write_final,
     write_model,
 )
 from longrecall.training.data import BatchStream
-from longrecall.training.evaluation import described, ended, prepare_evaluation
-from longrecall.training.evaluation_steps import BEST_FOLDER, UNFINISHED_BEST
-from longrecall.training.initial_states import Learned, make_initial_state
+from longrecall.training.evaluation import described, ended, parted_log, prepare_evaluation, resumed
+from longrecall.training.evaluation_steps import BEST_FOLDER, clear_best
+from longrecall.training.initial_states import Learned, make_initial_state, sum_of
 from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch, write_result
 from longrecall.training.optimizer import freeze_parameters
 from longrecall.training.parallel.agreement import check_same_run, check_shared_folder
 from longrecall.training.parallel.launcher import apart_from_launcher, check_devices, launched, on_cpu, world_size
 from longrecall.training.parallel.place import Place, make_place
-from longrecall.training.parallel.shard import gathered_weights, own_rows, shard_model
+from longrecall.training.parallel.shard import own_rows, shard_model
 from longrecall.training.recipe import Recipe
 from longrecall.training.summary import TrainingSummary, plan, recipe_groups
 from longrecall.training.trainer import Job, RecurrentTrainer, RunCallback
@@ -77,8 +80,8 @@ def run_recipe(
 
     Raises:
         UserError: bad data, checkpoint or output; an output that another process writes; a loss that is NaN or
-            infinite; no space left while saving (earlier checkpoints stay); a resume with another recipe or another
-            number of processes.
+            infinite; no space left while saving (earlier checkpoints stay); a resume with another recipe, or with a
+            number of processes that cannot share the rows of a batch.
     """
     output = expand_home(recipe.run.output)
     with _threads(recipe.run.threads), apart_from_launcher() as said:
@@ -102,7 +105,7 @@ def run_recipe(
             with place.together():
                 saved = next(reversed(find_saved_runs(output)), None) if resume else None
                 if saved is not None:
-                    saved.check(recipe.to_dict(), place.world)
+                    recipe = saved.fit(recipe, place.data_world)
                 stream = BatchStream(
                     recipe.data,
                     tokenizer,
@@ -116,14 +119,12 @@ def run_recipe(
                 evaluation = prepare_evaluation(recipe, tokenizer)
             with place.together():
                 job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
-            job.evaluation = evaluation
-            if evaluation is not None and saved is not None:
-                evaluation.restore(saved.state.get("evaluation"))
+            job.evaluation = resumed(evaluation, saved.state if saved is not None else {})
             clock = Stopwatch()
             if saved is None or not ended(saved.state, saved.step, job.steps):
                 _train(job, arguments)
             else:
-                job.restore_initial(saved.process(place.rank))
+                job.restore_initial(saved.share_of(place))
             return _finish(job, summary, clock.seconds())
 
 
@@ -229,9 +230,8 @@ def _prepare_output(output: Path, resume: bool, force: bool, source: Path) -> No
         raise UserError(f"run.output {output} holds the checkpoint that is trained, which --force would remove")
     try:
         clear_partial(output)
-        for made in (FINAL_FOLDER, BEST_FOLDER):
-            clear_remains(output / made)
-        shutil.rmtree(output / UNFINISHED_BEST, ignore_errors=True)
+        clear_remains(output / FINAL_FOLDER)
+        clear_best(output)
         for name in _OF_A_RUN:
             remove_temporary(output / name)
     except OSError as error:
@@ -267,9 +267,9 @@ def _job(
         # 5.23 renamed it; 5.17 knows only the old name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
-    initial = make_initial_state(recipe.initial_state, model, recipe.run.seed, place.data_rank)
-    freeze_parameters(model, recipe.optimizer)
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    first_row = place.data_rank * recipe.run.batch_size
+    initial = make_initial_state(recipe.initial_state, model, recipe.run.seed, first_row, sum_of(place.world))
+    names = freeze_parameters(model, recipe.optimizer)
     groups = recipe_groups(recipe, source, names)
     if force and place.first:
         _remove_run(output)  # here at last: all that can be wrong with the new run has been checked
@@ -330,7 +330,7 @@ def _tensorboard(output: Path) -> list[TrainerCallback]:
 
 def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSummary:
     """Write the final checkpoint and training.json; return the completed summary."""
-    final, rows = job.output / FINAL_FOLDER, [row for row in job.log.rows if "loss" in row]
+    rows = [row for row in job.log.rows if "loss" in row]
     job.set_handover(job.steps)
     learned = job.initial if isinstance(job.initial, Learned) else None
     done = replace(
@@ -343,37 +343,49 @@ def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSumma
     )
     if learned is not None:
         learned.release()
-    sharded = job.processes.sharded
-    tensors = gathered_weights(job.model, job.processes.first) if sharded else None
-    if job.processes.first:
-        handover = bool(handover_layers(job.model.config))
-        with disk_errors("the final checkpoint", job.watch.last_good):
-            if handover:
-                finish_checkpoint(find_saved_runs(job.output)[-1].folder, final, overwrite=True)
-            else:
-                with CheckpointWriter(final, force=True) as writer:
-                    write_model(writer, job.model, job.source, job.tokenizer, tensors)
-        trained = open_checkpoint(final)
-        finished = materialise(trained) if handover or sharded else job.model
-        if learned is not None:
-            learned.save(job.output / LEARNED_STATE_FILE, finished)
-        body = {
-            "checkpoint": {
-                "path": str(final),
-                "fingerprint": finished.fingerprint(),
-                "parameters": sum(math.prod(shape) for shape in trained.config.tensor_shapes().values()),
-                "state_size": trained.config.state_size(),
-                "surgery": trained.surgery,
-            },
-            "source": {"path": str(job.source.path), "sha256": job.source.sha256()},
-            "recipe": job.recipe.to_dict(),
-            "log": rows,
-            **({} if job.evaluation is None else {"evaluation": job.evaluation.report(job.log.rows)}),
-            "summary": done.to_dict(),
-        }
-        write_result(job.output / RESULT_FILE, body)
-    job.processes.wait()
+    with job.processes.together():
+        if job.processes.first:
+            _write_results(job, learned, done)
     return done
+
+
+def _write_results(job: Job, learned: Learned | None, summary: TrainingSummary) -> None:
+    """Write what a run leaves beside its steps: the final checkpoint, a learned state, training.json."""
+    final = job.output / FINAL_FOLDER
+    streamed = job.processes.sharded or bool(handover_layers(job.model.config))
+    with disk_errors("the final checkpoint", job.watch.last_good):
+        if streamed:
+            write_final(find_saved_runs(job.output)[-1].folder, final, force=True)
+        else:
+            with CheckpointWriter(final, force=True) as writer:
+                write_model(writer, job.model, job.source, job.tokenizer)
+    trained = open_checkpoint(final)
+    fingerprint = checkpoint_fingerprint(trained) if streamed else job.model.fingerprint()
+    if learned is not None:
+        zero = _zero_state(trained) if streamed else job.model.zero_state(1)
+        learned.save(job.output / LEARNED_STATE_FILE, zero, fingerprint)
+    body = {
+        "checkpoint": {
+            "path": str(final),
+            "fingerprint": fingerprint,
+            "parameters": sum(math.prod(shape) for shape in trained.config.tensor_shapes().values()),
+            "state_size": trained.config.state_size(),
+            "surgery": trained.surgery,
+        },
+        "source": {"path": str(job.source.path), "sha256": job.source.sha256()},
+        "recipe": job.recipe.to_dict(),
+        **parted_log(job.log.rows, job.evaluation),
+        "summary": summary.to_dict(),
+    }
+    write_result(job.output / RESULT_FILE, body)
+
+
+def _zero_state(checkpoint: Checkpoint) -> RecurrentState:
+    """What one row of the model of a checkpoint starts from; only memory tokens need the model to be read."""
+    if checkpoint.config.memory_tokens:
+        return materialise(checkpoint).zero_state(1)
+    dtype = checkpoint.dtype("model.embeddings.weight")
+    return zero_state(checkpoint.config, 1, torch.device("cpu"), dtype)
 
 
 @contextmanager

@@ -22,35 +22,26 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import PrinterCallback
 
 from longrecall.layers.handover import Handover
-from longrecall.models.checkpoint import Checkpoint, CheckpointWriter
+from longrecall.models.checkpoint import Checkpoint
 from longrecall.models.losses import label_count
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.training.checkpoints import (
-    ProcessState,
-    SavedRun,
-    disk_errors,
-    drop_old,
-    random_tensors,
-    restore_random,
-    write_model,
-    write_step,
-)
+from longrecall.training.checkpoints import ProcessState, SavedRun, Saver, restore_optimizer
+from longrecall.training.checkpoints.saved_run import CARRIED, SUMS, random_tensors, restore_random
 from longrecall.training.data import Batch, BatchStream
 from longrecall.training.evaluation import TrainingEvaluation
 from longrecall.training.evaluation_steps import evaluate_after
 from longrecall.training.initial_states import InitialState
 from longrecall.training.logs import Bar, RunLog, Stopwatch
-from longrecall.training.optimizer import ParameterGroup, make_optimizer, optimizer_tensors, restore_optimizer
+from longrecall.training.optimizer import ParameterGroup, make_optimizer
 from longrecall.training.parallel.place import Place
-from longrecall.training.parallel.shard import as_sharded, average_replicated, clip_gradients, gathered_weights
+from longrecall.training.parallel.shard import as_sharded, average_replicated, clip_gradients
 from longrecall.training.recipe import Recipe
 from longrecall.training.recipe_states import LearnedRecipe
 from longrecall.training.schedule import handover_progress, rate_factor
 from longrecall.training.segments import Segments, read_batch
 from longrecall.training.watch import FiniteWatch, describe_place
 
-CARRIED = "initial_state."
-AUXILIARY = "auxiliary_sum"
+LOSS, AUXILIARY = SUMS
 
 
 @dataclass
@@ -243,6 +234,9 @@ class RunCallback(TrainerCallback):
         self._clock = Stopwatch()
         self._bar: Bar | None = None
         self._logged_step = 0
+        self._saver = Saver(
+            job.output, job.recipe.run.keep, job.source, job.tokenizer, job.model, job.processes, job.watch
+        )
 
     def attach(self, trainer: RecurrentTrainer) -> None:
         """Name the trainer whose steps these are."""
@@ -272,17 +266,17 @@ class RunCallback(TrainerCallback):
 
     def _restore(self, saved: SavedRun) -> None:
         job, trainer = self._job, self.trainer
-        restore_optimizer(job.model, trainer.active_optimizer, saved.optimizer())
+        restore_optimizer(job.model, trainer.active_optimizer, saved.optimizer)
         trainer.active_scheduler.load_state_dict(saved.state["scheduler"])
         rates = saved.state["scheduler"]["_last_lr"]
         for group, rate in zip(trainer.active_optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         if trainer.accelerator.scaler is not None and saved.state["scaler"]:
             trainer.accelerator.scaler.load_state_dict(saved.state["scaler"])
-        own = saved.process(job.processes.rank)
+        own = saved.share_of(job.processes)
         job.stream.restore(own.data["position"])
         job.restore_initial(own)
-        trainer.loss_sum = own.tensors["loss_sum"].to(trainer.loss_sum.device)
+        trainer.loss_sum = own.tensors[LOSS].to(trainer.loss_sum.device)
         if AUXILIARY in own.tensors:
             trainer.auxiliary_sum = own.tensors[AUXILIARY].to(trainer.loss_sum.device)
         self._logged_step = int(own.data["logged_step"])
@@ -314,6 +308,7 @@ class RunCallback(TrainerCallback):
     def _log(self, step: int, progress: float) -> None:
         job, trainer = self._job, self.trainer
         job.watch.check()
+        self._saver.settle(self._mean_of)
         since = step - self._logged_step
         loss = self._mean_of(trainer.loss_sum) / since
         auxiliary = None if trainer.auxiliary_sum is None else self._mean_of(trainer.auxiliary_sum) / since
@@ -346,11 +341,12 @@ class RunCallback(TrainerCallback):
     def _mean_of(self, total: Tensor) -> float:
         """The mean of a number that every process has."""
         if self._job.processes.world > 1:
-            total = self.trainer.accelerator.reduce(total.clone(), "mean")
+            own = total.to(self.trainer.args.device, copy=True)
+            total = self.trainer.accelerator.reduce(own, "mean")
         return float(total)
 
     def _save(self, step: int) -> None:
-        """Write a resumable checkpoint."""
+        """Begin to write a resumable checkpoint."""
         job, trainer = self._job, self.trainer
         job.watch.check()
         scaler = trainer.accelerator.scaler
@@ -367,33 +363,23 @@ class RunCallback(TrainerCallback):
             {
                 **random_tensors(),
                 **{CARRIED + name: tensor for name, tensor in job.initial.state_dict().items()},
-                "loss_sum": trainer.loss_sum,
+                LOSS: trainer.loss_sum,
                 **({} if trainer.auxiliary_sum is None else {AUXILIARY: trainer.auxiliary_sum}),
             },
             {"position": job.stream.position(), "logged_step": self._logged_step},
         )
 
-        place = job.processes
-        tensors = gathered_weights(job.model, place.first) if place.sharded else None
-
-        def weights(writer: CheckpointWriter) -> None:
-            write_model(writer, job.model, job.source, job.tokenizer, tensors)
-
-        with disk_errors(f"step {step}", job.watch.last_good):
-            together = place.first or place.sharded
-            optimizer = optimizer_tensors(job.model, trainer.active_optimizer) if together else None
-            folder = write_step(job.output, step, weights, optimizer, own, state, job.processes)
-        job.watch.last_good = str(folder)
-        if job.processes.first:
-            drop_old(job.output, job.recipe.run.keep)
+        self._saver.save(step, trainer.active_optimizer, own, state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave the progress bar as it is."""
+        """Wait for the last checkpoint; leave the progress bar as it is."""
+        self._saver.wait()
         self.close()
 
     def close(self) -> None:
-        """Close the progress bar, also after an error."""
+        """Close the progress bar and the thread that writes checkpoints, also after an error."""
+        self._saver.close()
         if self._bar is not None:
             self._bar.close()

@@ -35,7 +35,8 @@ def train(recipe: Recipe, world: int) -> Trained:
     model = longrecall.load(recipe.model.checkpoint, dtype="float32").train()
     one = recipe.initial_state.kind == "learned"
     made = [
-        make_initial_state(recipe.initial_state, model, recipe.run.seed, rank) for rank in range(1 if one else world)
+        make_initial_state(recipe.initial_state, model, recipe.run.seed, rank * recipe.run.batch_size)
+        for rank in range(1 if one else world)
     ]
     initial = made * world if one else made
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
