@@ -179,7 +179,7 @@ def test_bad_files(tmp_path: Path) -> None:
 
 def stream_of(source: dict[str, Any], length: int) -> BatchStream:
     recipe = build(DataRecipe, {"context_length": length, "seed": 1, "sources": [source]}, "data")
-    return BatchStream(recipe, TOKENIZER, 4)
+    return BatchStream(recipe, TOKENIZER, 2)
 
 
 def test_needles(tmp_path: Path) -> None:
@@ -189,15 +189,15 @@ def test_needles(tmp_path: Path) -> None:
         f"niah_{kind}": 1 for kind in ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3")
     }
     for task, answers in {**every, "niah_multivalue": 4, "niah_multiquery": 4}.items():
-        batch = stream_of({"kind": "needles", "tasks": [task], "path": str(book)}, length=1200).next_batch()
+        batch = stream_of({"kind": "needles", "tasks": [task], "path": str(book)}, length=1100).next_batch()
         for ids, labels in zip(batch["input_ids"].numpy(), batch["labels"].numpy(), strict=True):
             ((begin, end),) = answer_spans(labels)
             text = bytes(np.where(ids == END_ID, ord("|"), ids).astype(np.uint8)).decode()
             values = text[begin:end].split(", ")
             assert len(values) == answers and all(text[:begin].count(value) == 1 for value in values)
             # The end is the beginning of a prompt, and short: the sequence is used.
-            assert text.startswith("|") and text[end:] == text[: 1200 - end] and 1200 - end < 300
-    streams = [stream_of({"kind": "needles", "loss_on": "all"}, length=900) for _ in range(2)]
+            assert text.startswith("|") and text[end:] == text[: 1100 - end] and 1100 - end < 300
+    streams = [stream_of({"kind": "needles", "path": str(book), "loss_on": "all"}, length=900) for _ in range(2)]
     streams[0].next_batch()
     streams[1].restore(streams[0].position())
     first, second = (stream.next_batch() for stream in streams)
