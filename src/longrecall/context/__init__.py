@@ -3,6 +3,7 @@
 Every rank calls the model with its own piece inside `context_parallel`. See docs/context_parallelism.md.
 """
 
+from longrecall.context.cutting import own_piece
 from longrecall.context.exchange import all_gather, from_last, from_previous, hand_on, received, summed
 from longrecall.context.group import ContextGroup, RowPieces, context_parallel, row_pieces
 
@@ -14,6 +15,7 @@ __all__ = [
     "from_last",
     "from_previous",
     "hand_on",
+    "own_piece",
     "received",
     "row_pieces",
     "summed",

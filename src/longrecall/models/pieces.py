@@ -5,12 +5,12 @@ Pieces are contiguous and of equal length: rank r of W has columns r * T to (r +
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longrecall.errors import UserError
 from longrecall.layers.mixers.base import LayerState
@@ -20,20 +20,26 @@ from longrecall.ops.execution import context, states_are_unread
 from longrecall.ops.neighbours import all_columns
 
 
-def agreed_mask(x: Tensor, mask: Tensor | None, given: Mapping[str, Any]) -> Tensor | None:
+def agreed_mask(x: Tensor, mask: Tensor | None, given: Mapping[str, Any], layers: Iterable[nn.Module]) -> Tensor | None:
     """The mask of this rank's piece: None where no rank has padding.
 
     Args:
         x: the embeddings ``[B, T, d]``.
         mask: bool ``[B, T]``, False = padding; None = this piece has none.
         given: arguments by name, each of which all ranks must have or none.
+        layers: of the model that is called.
 
     Raises:
-        UserError: the ranks were given pieces of other shapes, or not the same arguments.
+        UserError: the ranks were given pieces of other shapes, or not the same arguments; layers are compiled.
     """
     group = context()
     if group is None:
         return mask
+    if any(layer._compiled_call_impl is not None for layer in layers):
+        raise UserError(
+            "compiled layers do not run under context parallelism: the compiler does not see that sequences are cut; "
+            "leave out compile()"
+        )
     own = [*x.shape[:2], *(value is not None for value in given.values()), mask is not None]
     every = all_columns(torch.tensor([[own]], dtype=torch.int64, device=x.device))[0].tolist()
     for place, name in enumerate(("rows", "columns", *given)):

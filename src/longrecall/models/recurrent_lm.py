@@ -255,6 +255,13 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
     ) -> RecurrentOutput | tuple[Any, ...]:
         """Read tokens from a state; nothing that was passed in is changed.
 
+        Inside `context_parallel` every rank gives its piece of the sequences: the columns of `input_ids`, `labels`,
+        `attention_mask` and `position_ids`, as many as each other rank. `past_key_values` is the state before the
+        first piece, `cu_seqlens` are the boundaries in whole sequences; both are the same on all ranks. Logits are
+        those of the piece. The loss is that of whole sequences and the returned state the one after the last piece,
+        on every rank. Backward passes give each rank a part of the gradient: parameters' gradients, ADDED UP over the
+        ranks of the group (not averaged), are those of one process. `num_items_in_batch` counts labels of whole rows.
+
         Args:
             input_ids: int64 ``[B, T]`` (or `inputs_embeds` ``[B, T, d]``).
             attention_mask: 0/1 ``[B, T]`` or longer (the last T columns count); 0 = padding, skipped as if not there.
@@ -302,7 +309,7 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
             mask = attention_mask[:, -columns:].bool()
             mask = None if bool(mask.all()) else mask
         arguments = {"labels": labels, "past_key_values": past_key_values, "cu_seqlens": cu_seqlens}
-        mask = agreed_mask(x, mask, arguments | {"attention_mask": attention_mask})
+        mask = agreed_mask(x, mask, arguments | {"attention_mask": attention_mask}, self.model.layers)
         if cu_seqlens is None:
             cu_seqlens = find_all_documents(rows, columns, mask, position_ids, kwargs)
         elif rows != 1 or mask is not None:
