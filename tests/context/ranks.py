@@ -27,6 +27,7 @@ from longrecall.context import (
     RowPieces,
     all_gather,
     context_parallel,
+    from_ends,
     from_last,
     from_previous,
     hand_on,
@@ -175,8 +176,9 @@ def documents(group: ContextGroup, g: torch.Generator, row: Row) -> None:
     mine = [max(left, min(right, end)) - left for end in ends]
     inside = [index for index in range(len(ends) - 1) if mine[index] < mine[index + 1]]
     cuts = torch.tensor([*(mine[index] for index in inside), length], device=DEVICE)
-    rows = ([0], [len(inside) - 1], [left not in ends])
-    pieces = RowPieces(*(torch.tensor(x, device=DEVICE) for x in rows))
+    ended = [ends[index + 1] <= left + length for index in inside]
+    places = (inside, ended, [0], [len(inside) - 1], [left not in ends])
+    pieces = RowPieces(len(ends) - 1, *(torch.tensor(x, device=DEVICE) for x in places))
     timeless = (*row.timeless, "initial_state")
 
     def cut(name: str, x: Tensor) -> Tensor:
@@ -187,16 +189,14 @@ def documents(group: ContextGroup, g: torch.Generator, row: Row) -> None:
     own = {name: None if x is None else leaf(cut(name, x)) for name, x in whole.items()}
     with row_pieces(pieces):
         out, final = row.call(**own, cu_seqlens=cuts)
+        out, final = from_ends(out, final)
     with context_parallel(ContextGroup.alone()):
         expected, last = row.call(**whole, cu_seqlens=torch.tensor(ends, device=DEVICE))
     weights, shares = normal(g, *expected.shape), normal(g, *last.shape)
-    # The final states of the documents that end here.
-    ended = [place for place, index in enumerate(inside) if ends[index + 1] <= right]
-    ended_here = [inside[place] for place in ended]
-    ((out * weights[:, left:right]).sum() + (final[ended] * shares[ended_here]).sum()).backward()
+    ((out * weights[:, left:right]).sum() + (final * shares).sum() / group.world).backward()
     ((expected * weights).sum() + (last * shares).sum()).backward()
     same(out, expected[:, left:right], "outputs")
-    same(final[ended], last[ended_here], "final states")
+    same(final, last, "final states")
     for name, x in whole.items():
         if x is None or own[name] is None:
             continue

@@ -4,7 +4,7 @@ Every rank calls the model with its own piece inside `context_parallel`. See doc
 """
 
 from longrecall.context.cutting import own_piece
-from longrecall.context.exchange import all_gather, from_last, from_previous, hand_on, received, summed
+from longrecall.context.exchange import all_gather, from_ends, from_last, from_previous, hand_on, received, summed
 from longrecall.context.group import ContextGroup, RowPieces, context_parallel, row_pieces
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "RowPieces",
     "all_gather",
     "context_parallel",
+    "from_ends",
     "from_last",
     "from_previous",
     "hand_on",

@@ -57,12 +57,18 @@ class ContextGroup:
 
 @dataclass(frozen=True, eq=False)
 class RowPieces:
-    """Where the pieces of B sequences begin and end among the N rows of a batch whose rows are documents.
+    """Which documents this rank holds a part of, where each of them is read in a row of its own.
 
-    Packed documents are read with a row each. A document that began on the rank before goes on from its state there.
-    Every other one begins from the state that it was given.
+    B sequences hold N documents, of which n have tokens in this rank's pieces. Those are the rows here. A document that
+    began on the rank before goes on from its state there. Every other one begins from the state that it was given.
     """
 
+    documents: int
+    """N."""
+    rows: Tensor
+    """int64 ``[n]``: the documents of this rank, of all N, in order."""
+    ends: Tensor
+    """bool ``[n]``: which of them end on this rank."""
     first: Tensor
     """int64 ``[B]``: the row with which the piece of each sequence begins."""
     last: Tensor

@@ -6,7 +6,7 @@ Pieces are contiguous and of equal length: rank r of W has columns r * T to (r +
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from longrecall.errors import UserError
 from longrecall.layers.mixers.base import LayerState
 from longrecall.models.packed_documents import find_documents
 from longrecall.models.sizes import ModelSizes
-from longrecall.ops.execution import context, states_are_unread
+from longrecall.models.state import RecurrentState
+from longrecall.ops.execution import context, row_pieces, states_are_unread
 from longrecall.ops.neighbours import all_columns
 
 
@@ -82,9 +83,10 @@ def states_of_last(x: Tensor, states: Sequence[LayerState], config: ModelSizes) 
     """The states of the layers of `config` after the last rank's piece, on every rank.
 
     Returns x, which is to be used instead, and the states. Caches with a column for each token are whole already.
-    Where nobody reads the states, they stay those after this rank's piece.
+    Where nobody reads the states, they stay those after this rank's piece; so do those of documents
+    (`states_of_documents`).
     """
-    if context() is None or states_are_unread():
+    if context() is None or row_pieces() is not None or states_are_unread():
         return x, list(states)
     places = [
         (index, name)
@@ -99,6 +101,30 @@ def states_of_last(x: Tensor, states: Sequence[LayerState], config: ModelSizes) 
     for (index, name), tensor in zip(places, last, strict=True):
         found[index][name] = tensor
     return x, found
+
+
+def keeps_no_columns(config: ModelSizes) -> bool:
+    """Whether no layer of `config` keeps or looks up columns: ranks may then have rows of different documents."""
+    shapes = (shape for layer in config.layer_configs() for shape in layer.state_shapes().values())
+    return not config.reads_tokens() and all(0 not in shape for shape in shapes)
+
+
+def states_of_documents(x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+    """The states of all N documents, each from the rank on which it ends, from those of this rank's documents.
+
+    For use inside `row_pieces`. Returns x, which is to be used instead, and the states. Where nobody reads the states,
+    they stay those of this rank's documents.
+    """
+    if context() is None or row_pieces() is None or states_are_unread():
+        return x, state
+    from longrecall.context.exchange import from_ends
+
+    places = [(index, name) for index, layer in enumerate(state.layers) for name in layer]
+    x, position, *ended = from_ends(x, state.position, *(state.layers[index][name] for index, name in places))
+    layers: list[LayerState] = [{} for _ in state.layers]
+    for (index, name), tensor in zip(places, ended, strict=True):
+        layers[index][name] = tensor
+    return x, replace(state, layers=tuple(layers), position=position)
 
 
 def with_next_label(labels: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ from longrecall.models.pieces import (
     agreed_mask,
     count_tokens,
     find_all_documents,
+    keeps_no_columns,
+    states_of_documents,
     states_of_last,
     with_next_label,
 )
@@ -37,7 +39,7 @@ from longrecall.models.recurrent_layer import RecurrentLayer as RecurrentLayer
 from longrecall.models.sizes import norm_config
 from longrecall.models.state import RecurrentState
 from longrecall.models.token_ids import check_range, embedded
-from longrecall.ops.execution import as_states_are_read_now, with_context
+from longrecall.ops.execution import as_states_are_read_now, with_context, with_row_pieces
 
 
 class RecurrentModel(RecurrentPreTrainedModel):
@@ -320,10 +322,17 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
             labels, items = predicted_labels(labels, mask, items)
         documents = None
         if cu_seqlens is not None:
-            documents = find_fragments(cu_seqlens, rows, columns)
+            documents = find_fragments(cu_seqlens, rows, columns, not keeps_no_columns(self.config))
             x, mask = documents.apart(x), documents.mask
             input_ids = None if input_ids is None else documents.apart(input_ids)
-        hidden, state, streams, losses = self.model(x, past_key_values, mask, bool(output_hidden_states), input_ids)
+        read = (mask, bool(output_hidden_states), input_ids)
+        if documents is None or documents.pieces is None:
+            hidden, state, streams, losses = self.model(x, past_key_values, *read)
+        else:
+            begin = None if past_key_values is None else past_key_values.select_rows(documents.pieces.rows)
+            with with_row_pieces(documents.pieces):
+                hidden, state, streams, losses = self.model(x, begin, *read)
+                hidden, state = states_of_documents(hidden, state)
         if documents is not None:
             hidden, *streams = (documents.together(x, rows) for x in (hidden, *streams))
             before = 0 if past_key_values is None else past_key_values.length
