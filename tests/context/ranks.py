@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -271,6 +272,36 @@ def frozen(group: ContextGroup, g: torch.Generator) -> None:
         assert own[trained].grad is not None
 
 
+class Slow(torch.autograd.Function):
+    """A recurrence that takes long: 10 ms forward and 10 ms backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        time.sleep(0.01)
+        return x + state, state + x
+
+    @staticmethod
+    def backward(ctx: Any, to_out: Tensor, to_final: Tensor) -> tuple[Tensor, Tensor]:
+        time.sleep(0.01)
+        return to_out + to_final, to_out + to_final
+
+
+def waiting(group: ContextGroup, g: torch.Generator) -> None:
+    """Ranks work on different layers: each waits for one recurrence of the rank before, not for one in each layer."""
+    if group.world == 2:
+        return
+    layers, x = 12, leaf(normal(g, 3))
+    dist.barrier(group.process_group)
+    begin, y = time.perf_counter(), x
+    for _ in range(layers):
+        y, _ = hand_on(*Slow.apply(y, received(torch.zeros_like(x), y)))
+    y.sum().backward()
+    dist.barrier(group.process_group)
+    taken = (time.perf_counter() - begin) / 0.02
+    # 12 layers and 3 ranks to wait for; layer by layer it would be 48. Other programs may take half of the time.
+    assert taken < 2 * (layers + group.world - 1) < layers * group.world, taken
+
+
 def cases() -> Iterator[tuple[str, Case]]:
     yield "previous", previous
     yield "gathered", gathered
@@ -286,6 +317,8 @@ def cases() -> Iterator[tuple[str, Case]]:
         if row.packs:
             yield f"{name}, documents", partial(documents, row=row)
     yield "frozen", frozen
+    if PROCESSES == 4:
+        yield "waiting", waiting
 
 
 def layers() -> Iterator[tuple[str, Case]]:
