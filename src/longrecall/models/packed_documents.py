@@ -19,6 +19,9 @@ from longrecall.ops.packing import check_boundaries
 if TYPE_CHECKING:
     from longrecall.context.group import RowPieces
 
+PACKED = ("cu_seq_lens_q", "seq_idx")
+"""Arguments of transformers' collators that tell of packed documents."""
+
 
 def find_documents(
     rows: int, columns: int, mask: Tensor | None, position_ids: Tensor | None, named: Mapping[str, Any]

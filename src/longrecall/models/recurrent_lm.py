@@ -24,7 +24,7 @@ from longrecall.models.generation import NO_ATTENTIONS, DecodingOptions, Recurre
 from longrecall.models.logits import LogitScale
 from longrecall.models.losses import Items, label_count, next_token_loss, next_token_loss_of_hidden, predicted_labels
 from longrecall.models.output import RecurrentOutput
-from longrecall.models.packed_documents import find_fragments
+from longrecall.models.packed_documents import PACKED, find_fragments
 from longrecall.models.pieces import (
     agreed_mask,
     count_tokens,
@@ -39,7 +39,8 @@ from longrecall.models.recurrent_layer import RecurrentLayer as RecurrentLayer
 from longrecall.models.sizes import norm_config
 from longrecall.models.state import RecurrentState
 from longrecall.models.token_ids import check_range, embedded
-from longrecall.ops.execution import as_states_are_read_now, with_context, with_row_pieces
+from longrecall.ops.borders import whole_sequences
+from longrecall.ops.execution import as_states_are_read_now, with_row_pieces
 
 
 class RecurrentModel(RecurrentPreTrainedModel):
@@ -78,7 +79,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         """
         assert self.memory_tokens is not None
         # Every rank reads all of them: they come before the first piece of a text that is cut over ranks.
-        with with_context(None):
+        with whole_sequences():
             return self._after_memory_tokens(self.memory_tokens[None], rows)
 
     def _after_memory_tokens(self, x: Tensor, rows: int) -> RecurrentState:
@@ -310,8 +311,9 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
                 )
             mask = attention_mask[:, -columns:].bool()
             mask = None if bool(mask.all()) else mask
-        arguments = {"labels": labels, "past_key_values": past_key_values, "cu_seqlens": cu_seqlens}
-        mask = agreed_mask(x, mask, arguments | {"attention_mask": attention_mask}, self.model.layers)
+        given = {"labels": labels, "past_key_values": past_key_values, "attention_mask": attention_mask}
+        packed = {name: kwargs.get(name) for name in PACKED} | {"cu_seqlens": cu_seqlens, "position_ids": position_ids}
+        mask = agreed_mask(x, mask, given | packed, self.model.layers)
         if cu_seqlens is None:
             cu_seqlens = find_all_documents(rows, columns, mask, position_ids, kwargs)
         elif rows != 1 or mask is not None:
