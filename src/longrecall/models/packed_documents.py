@@ -17,7 +17,7 @@ from longrecall.ops.execution import context
 from longrecall.ops.packing import check_boundaries
 
 if TYPE_CHECKING:
-    from longrecall.context.group import RowPieces
+    from longrecall.ops.context.group import RowPieces
 
 PACKED = ("cu_seq_lens_q", "seq_idx")
 """Arguments of transformers' collators that tell of packed documents."""
@@ -123,7 +123,7 @@ def find_fragments(cu_seqlens: Tensor, rows: int, length: int, every_document: b
     if every_document or group is None:
         mask = torch.arange(int(counts.max()), device=own.device) < own[:, None]
         return Fragments(mask, document, column, longest)
-    from longrecall.context.group import RowPieces
+    from longrecall.ops.context.group import RowPieces
 
     here = own > 0
     document = (here.cumsum(0) - 1)[document]

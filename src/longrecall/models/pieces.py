@@ -6,8 +6,8 @@ Pieces are contiguous and of equal length: rank r of W has columns r * T to (r +
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,28 +55,27 @@ def agreed_mask(x: Tensor, mask: Tensor | None, given: Mapping[str, Any], layers
     return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if padded and mask is None else mask
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Real tokens of every row: int64 ``[B]``, or one number where no row has padding."""
+class Counts(NamedTuple):
+    """Real tokens that rows have read, int64 ``[B]``."""
 
-    before: Tensor | int
-    """On the ranks before this one."""
-    total: Tensor | int
-    """On all ranks."""
+    position: Tensor
+    """Before this rank's piece."""
+    after: Tensor
+    """After the whole rows."""
     columns: int
     """Columns of the whole rows, padding included."""
 
 
-def count_tokens(length: int, mask: Tensor | None) -> Counts:
-    """What rows of `length` columns, bool mask ``[B, T]`` or None, are part of."""
+def count_tokens(position: Tensor, length: int, mask: Tensor | None) -> Counts:
+    """What rows that had read `position` ``[B]`` tokens read of `length` columns, bool mask ``[B, T]`` or None."""
     group = context()
     if group is None:
-        return Counts(0, length if mask is None else mask.sum(1), length)
+        return Counts(position, position + (length if mask is None else mask.sum(1)), length)
     columns = group.world * length
     if mask is None:
-        return Counts(group.rank * length, columns, columns)
+        return Counts(position + group.rank * length, position + columns, columns)
     read = all_columns(mask.sum(1)[:, None])
-    return Counts(read[:, : group.rank].sum(1), read.sum(1), columns)
+    return Counts(position + read[:, : group.rank].sum(1), position + read.sum(1), columns)
 
 
 def states_of_last(x: Tensor, states: Sequence[LayerState], config: ModelSizes) -> tuple[Tensor, list[LayerState]]:
@@ -94,7 +93,7 @@ def states_of_last(x: Tensor, states: Sequence[LayerState], config: ModelSizes) 
         for name, shape in layer.state_shapes().items()
         if name in state and 0 not in shape
     ]
-    from longrecall.context.exchange import from_last
+    from longrecall.ops.context.exchange import from_last
 
     x, *last = from_last(x, *(states[index][name] for index, name in places))
     found = [dict(state) for state in states]
@@ -103,10 +102,15 @@ def states_of_last(x: Tensor, states: Sequence[LayerState], config: ModelSizes) 
     return x, found
 
 
-def keeps_no_columns(config: ModelSizes) -> bool:
-    """Whether no layer of `config` keeps or looks up columns: ranks may then have rows of different documents."""
+def has_every_document(config: ModelSizes) -> bool:
+    """Whether a model reads packed documents with a row for every one, also on ranks that hold no part of it.
+
+    So it is where a layer of `config` keeps or looks up columns: ranks gather those of the same rows.
+    """
+    if context() is None:
+        return True
     shapes = (shape for layer in config.layer_configs() for shape in layer.state_shapes().values())
-    return not config.reads_tokens() and all(0 not in shape for shape in shapes)
+    return config.reads_tokens() or any(0 in shape for shape in shapes)
 
 
 def states_of_documents(x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
@@ -117,7 +121,7 @@ def states_of_documents(x: Tensor, state: RecurrentState) -> tuple[Tensor, Recur
     """
     if context() is None or row_pieces() is None or states_are_unread():
         return x, state
-    from longrecall.context.exchange import from_ends
+    from longrecall.ops.context.exchange import from_ends
 
     places = [(index, name) for index, layer in enumerate(state.layers) for name in layer]
     x, position, *ended = from_ends(x, state.position, *(state.layers[index][name] for index, name in places))

@@ -89,7 +89,7 @@ def all_pieces(x: Tensor) -> Tensor:
     """
     if execution.context() is None:
         return x[None]
-    from longrecall.context.exchange import all_gather
+    from longrecall.ops.context.exchange import all_gather
 
     pieces = execution.row_pieces()
     if pieces is None:

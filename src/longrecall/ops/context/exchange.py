@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.context.group import ContextGroup, RowPieces
 from longrecall.ops import execution
+from longrecall.ops.context.group import ContextGroup, RowPieces
 
 MOST_UNDER_WAY = 256
 """A rank that has sent so many messages waits until the first of them has arrived."""

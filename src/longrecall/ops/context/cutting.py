@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from longrecall.context.group import ContextGroup
 from longrecall.errors import UserError
+from longrecall.ops.context.group import ContextGroup
 
 
 def own_piece(x: Tensor, group: ContextGroup) -> Tensor:

@@ -1,8 +1,7 @@
-"""The ranks that share one sequence, and the scopes in which they do."""
+"""The ranks that share one sequence, and where its documents lie among them."""
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longrecall.errors import UserError
-from longrecall.ops import execution
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,16 +73,3 @@ class RowPieces:
     """int64 ``[B]``: the row with which it ends."""
     goes_on: Tensor
     """bool ``[B]``: whether the first row goes on with a document of the rank before."""
-
-
-def context_parallel(group: ContextGroup) -> contextlib.AbstractContextManager[None]:
-    """Inside, every call of a model or an op reads this rank's piece of sequences that are cut over `group`.
-
-    A group of one rank changes nothing. All ranks must make the same calls in the same order, backward passes too.
-    """
-    return execution.with_context(group if group.world > 1 else None)
-
-
-def row_pieces(pieces: RowPieces | None) -> contextlib.AbstractContextManager[None]:
-    """Inside, rows of batches are documents and not sequences; None = every row is one sequence."""
-    return execution.with_row_pieces(pieces)
