@@ -74,6 +74,7 @@ CASES = {
     "expand": Case("expand base bigger --method merge_heads --layers all --init perturb", "bigger"),
     "export": Case("export base stock --to auto_map", "stock"),
     "train": Case("train train.yaml", "run", resumes=True, kills=6),
+    "consolidate": Case("consolidate run --to one", "one", kills=3),
     "sweep": Case("sweep sweep.yaml", "sweep.json", resumes=True),
     "eval": Case(f"{EVAL} --samples 4 --batch-tokens 300 --out a.json", "a.json", resumes=True),
     "search": Case(

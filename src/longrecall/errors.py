@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 
 _NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "CUDA error: out of memory")
@@ -10,6 +11,23 @@ _NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "CUDA error: ou
 
 class UserError(ValueError):
     """Bad input from outside: one line that says what, where and what to do. The CLI exits with code 2 on it."""
+
+
+class RefusedTogether(UserError):
+    """Bad input that all processes of a run have agreed to stop for; they all exit with code 2, and one says why.
+
+    Attributes:
+        told_here: this process is the one that prints the line.
+    """
+
+    def __init__(self, line: str, told_here: bool) -> None:
+        super().__init__(line)
+        self.told_here = told_here
+
+
+def first_process() -> bool:
+    """Whether this is the first of the processes that a launcher such as torchrun has started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

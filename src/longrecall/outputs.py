@@ -131,7 +131,10 @@ def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder holds a checkpoint of any format: its description and weights."""
     if not (folder / "config.json").is_file():
         return False
-    return any(next(folder.glob(name), None) is not None for name in ("model*.safetensors", "pytorch_model*.bin"))
+    return any(
+        next(folder.glob(name), None) is not None
+        for name in ("model*.safetensors", "pytorch_model*.bin", "shards.json")
+    )
 
 
 def _refuse_checkpoints(path: Path, folder: Path, advice: str) -> None:

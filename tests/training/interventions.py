@@ -19,9 +19,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Kind -> options that use as much of it as possible."""
 
 
-def intervene(kind: str, model: RecurrentLM, seed: int = 0, rank: int = 0, **options: Any) -> InitialState:
+def intervene(kind: str, model: RecurrentLM, seed: int = 0, first_row: int = 0, **options: Any) -> InitialState:
     """The intervention of this kind with `OPTIONS`, or with the options given."""
-    return make_initial_state(INITIAL_STATES[kind](**(options or OPTIONS[kind])), model, seed, rank)
+    return make_initial_state(INITIAL_STATES[kind](**(options or OPTIONS[kind])), model, seed, first_row)
 
 
 def override(kind: str, **options: Any) -> str:

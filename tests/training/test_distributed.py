@@ -99,13 +99,10 @@ def losses(folder: Path) -> list[float]:
 
 
 def reference(recipe: Recipe) -> list[float]:
-    """The same training in one process: two streams, two carried states, one gradient over all labels."""
+    """The same training in one process: the rows of both streams in one batch, one gradient over all labels."""
     source = open_checkpoint(recipe.model.checkpoint)
     model = longrecall.load(recipe.model.checkpoint, dtype="float32").train()
-    # A learned state is one for both processes, as the weights are.
-    ranks = (0, 0) if recipe.initial_state.kind == "learned" else (0, 1)
-    made = {rank: make_initial_state(recipe.initial_state, model, recipe.run.seed, rank) for rank in set(ranks)}
-    states = [made[rank] for rank in ranks]
+    initial = make_initial_state(recipe.initial_state, model, recipe.run.seed)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     rate = getattr(recipe.initial_state, "learning_rate", 0.0)
     groups = parameter_groups(names, touched_names(source.surgery), recipe.optimizer, rate)
@@ -117,13 +114,13 @@ def reference(recipe: Recipe) -> list[float]:
     found = []
     for step in range(recipe.steps(2)):
         total, labels = torch.zeros(()), 0
-        for stream, initial in zip(streams, states, strict=True):
-            for _ in range(recipe.run.gradient_accumulation):
-                batch = stream.next_batch()
-                segments = Segments.of(batch["starts"], 48) if recipe.continues else None
-                mean = read_batch(model, batch["input_ids"], batch["labels"], batch["text"], initial, segments)
-                count = int((batch["labels"][:, 1:] != -100).sum())
-                total, labels = total + mean * count, labels + count
+        for _ in range(recipe.run.gradient_accumulation):
+            one, two = (stream.next_batch() for stream in streams)
+            ids, targets, text = (torch.cat([one[key], two[key]]) for key in ("input_ids", "labels", "text"))
+            segments = Segments.of(one["starts"] + two["starts"], 48) if recipe.continues else None
+            count = int((targets[:, 1:] != -100).sum())
+            total = total + read_batch(model, ids, targets, text, initial, segments) * count
+            labels += count
         (total / labels).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
         for group, mine in zip(optimizer.param_groups, groups, strict=True):
@@ -167,8 +164,8 @@ def test_two_processes(make_recipe: Callable[..., Recipe], tmp_path: Path) -> No
         own = OWN.get(kind)
         if own is not None:
             assert first.tensors[own].shape == second.tensors[own].shape
-            # What a process carries or fits is its own; what it learns is the same everywhere.
-            assert torch.equal(first.tensors[own], second.tensors[own]) is (kind == "learned")
+            # What a process carries is its own; what all fit or learn is the same everywhere.
+            assert torch.equal(first.tensors[own], second.tensors[own]) is (kind in ("learned", "fitted_noise"))
     whole_run = tmp_path / "state_passing" / "whole"
-    with pytest.raises(UserError, match="was saved by 2 processes and cannot go on with 1"):
+    with pytest.raises(UserError, match="was saved by 2 processes with a data position each"):
         run_recipe(Recipe.from_dict(recipes["state_passing"].to_dict(), [f"run.output={whole_run}"]), resume=True)

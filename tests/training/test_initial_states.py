@@ -12,6 +12,7 @@ from longrecall.errors import UserError
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 from longrecall.training.initial_states import StatePassing, Zero, make_initial_state, register
+from longrecall.training.initial_states.base import BatchRows
 from longrecall.training.recipe_states import StatePassingRecipe, ZeroState
 from tests.conftest import MIXERS, RECURRENT
 
@@ -27,8 +28,8 @@ def final_state(model: RecurrentLM, rows: int, seed: int = 0) -> RecurrentState:
     return state
 
 
-def passing(model: RecurrentLM, seed: int = 0, rank: int = 0, **options: Any) -> StatePassing:
-    return StatePassing(StatePassingRecipe(**options), model, seed, rank)
+def passing(model: RecurrentLM, seed: int = 0, first: int = 0, **options: Any) -> StatePassing:
+    return StatePassing(StatePassingRecipe(**options), model, BatchRows(seed, first))
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -82,8 +83,8 @@ def test_probability_is_per_row_and_seeded(make_model: ModelMaker) -> None:
     model = make_model()
     final = final_state(model, 40)
 
-    def rows(seed: int = 0, rank: int = 0) -> list[bool]:
-        initial = passing(model, seed, rank, probability=0.5)
+    def rows(seed: int = 0, first: int = 0) -> list[bool]:
+        initial = passing(model, seed, first, probability=0.5)
         initial.after_batch(final)
         state = initial.before_batch(torch.ones(40, dtype=torch.bool))
         assert state is not None
@@ -94,7 +95,7 @@ def test_probability_is_per_row_and_seeded(make_model: ModelMaker) -> None:
         return list(alive[0].tolist())
 
     assert rows() == rows()
-    assert rows() != rows(seed=1) and rows() != rows(rank=1)
+    assert rows() != rows(seed=1) and rows() != rows(first=40)
     # 40 fair draws: mean 20, standard deviation 3.2; the bounds are more than four of them.
     assert 6 < sum(rows()) < 34
     never = passing(model, probability=0.0)
@@ -158,7 +159,7 @@ def test_zero_is_plain_training(make_model: ModelMaker) -> None:
 
 def test_registry_refuses_doubles_and_unknown_kinds(make_model: ModelMaker) -> None:
     with pytest.raises(ValueError, match="ZeroState has an intervention already"):
-        register(ZeroState, lambda recipe, model, seed, rank: Zero())
+        register(ZeroState, lambda recipe, model, rows: Zero())
 
     class Unknown(ZeroState):
         kind = "unknown"

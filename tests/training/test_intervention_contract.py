@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
-from longrecall.training.initial_states import InitialState
+from longrecall.training.initial_states import InitialState, make_initial_state
 from longrecall.training.initial_states.base import takes_part
 from longrecall.training.recipe_states import INITIAL_STATES
 from longrecall.training.segments import Segments, read_batch
@@ -132,8 +132,8 @@ class Spy:
         self._initial = initial
         self.by_row, self.continues = initial.by_row, initial.continues
 
-    def before_batch(self, text: Tensor) -> RecurrentState | None:
-        self.text, self.before = text, self._initial.before_batch(text)
+    def before_batch(self, text: Tensor, row: Tensor | None = None) -> RecurrentState | None:
+        self.text, self.before = text, self._initial.before_batch(text, row)
         return self.before
 
     def after_batch(self, final: RecurrentState) -> None:
@@ -184,6 +184,59 @@ def test_documents_kept_apart_are_read_alone(make_model: ModelMaker, kind: str, 
                 if takes_part(name, convolution=True):
                     alone = torch.cat([state.layers[layer][name] for state in wanted])
                     torch.testing.assert_close(tensor, alone, rtol=1e-11, atol=1e-12)
+
+
+@KINDS
+@pytest.mark.parametrize("apart", [False, True], ids=["rows", "documents"])
+def test_a_row_meets_the_same_whichever_process_reads_it(make_model: ModelMaker, kind: str, apart: bool) -> None:
+    """Three rows of one process are two and one of two: bit for bit, but for moments that two processes add up."""
+    model = model_of(make_model, "with_attention").double()
+    rows = {name: slice(*ends) for name, ends in (("all", (0, 3)), ("first", (0, 2)), ("second", (2, 3)))}
+    sums: list[list[Tensor]] = []
+
+    def read(who: str, add_up: Callable[[Tensor], Tensor] | None) -> list[Spy]:
+        recipe = INITIAL_STATES[kind](**OPTIONS[kind])
+        initial = make_initial_state(recipe, model, 3, rows[who].start, add_up)
+        if kind == "learned":
+            initial.load_state_dict({name: torch.ones_like(t) for name, t in initial.state_dict().items()})
+            initial.load_state_dict(initial.state_dict() | {"batches": torch.tensor(0)})
+        spies = []
+        for number in range(3):
+            tokens = torch.randint(0, 256, (ROWS, LENGTH), generator=torch.Generator().manual_seed(number))[rows[who]]
+            spies.append(Spy(initial))
+            segments = Segments.of(STARTS[rows[who]], LENGTH) if apart or initial.continues else None
+            with torch.no_grad():
+                read_batch(model, tokens, tokens, TEXT[rows[who]], spies[-1], segments)
+        if kind == "learned":
+            initial.release()
+        return spies
+
+    def one_by_one(who: str, others: list[Tensor]) -> list[Spy]:
+        """Every sum is made of what the processes have given so far: after the third time all three are right."""
+        mine: list[Tensor] = []
+        given = iter(others)
+        sums.append(mine)
+        return read(who, lambda own: own + next(given, torch.zeros_like(own)) if mine.append(own) is None else own)
+
+    whole = read("all", None)
+    first, second = one_by_one("first", []), one_by_one("second", [])
+    for _ in range(3):
+        one, two = sums[-2:]
+        first, second = one_by_one("first", two), one_by_one("second", one)
+    for number, expected in enumerate(whole):
+        split = [first[number].before, second[number].before]
+        if expected.before is None:
+            assert split == [None, None]
+            continue
+        for layer, kept in enumerate(expected.before.layers):
+            for name, tensor in kept.items():
+                if takes_part(name, convolution=True):
+                    count = len(first[number].text)
+                    both = (tensor[:count], tensor[count:])
+                    for state, wanted in zip(split, both, strict=True):
+                        found = torch.zeros_like(wanted) if state is None else state.layers[layer][name]
+                        # float64 sums of the rows of one process, or of two.
+                        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
 @KINDS

@@ -11,6 +11,7 @@ from torch import Tensor
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 from longrecall.training.initial_states import FittedNoise, Noise
+from longrecall.training.initial_states.base import BatchRows
 from longrecall.training.recipe_states import FittedNoiseRecipe, NoiseRecipe
 from tests.conftest import MIXERS
 
@@ -46,7 +47,7 @@ def assert_gaussian(drawn: Tensor, mean: Tensor, std: Tensor) -> None:
 @pytest.mark.parametrize("std", [0.01, 3.0])
 def test_noise_has_one_deviation_for_every_layer_and_head(make_model: ModelMaker, std: float) -> None:
     model = make_model(MIXERS["gla_conv"], MIXERS["attention"], MIXERS["mamba2"])
-    state = Noise(NoiseRecipe(std=std, convolution=True), model, 0, 0).before_batch(MANY)
+    state = Noise(NoiseRecipe(std=std, convolution=True), model, BatchRows(0)).before_batch(MANY)
     assert state is not None and state.position.eq(0).all() and state.length == 0
     assert state.layers[1]["key"].numel() == 0
     for layer in (0, 2):
@@ -54,18 +55,18 @@ def test_noise_has_one_deviation_for_every_layer_and_head(make_model: ModelMaker
             assert_gaussian(heads(tensor), torch.tensor(0.0), torch.tensor(std))
 
 
-def test_noise_is_new_in_every_batch_and_process_and_the_same_for_a_seed(make_model: ModelMaker) -> None:
+def test_noise_is_new_in_every_batch_and_row_and_the_same_for_a_seed(make_model: ModelMaker) -> None:
     model = make_model()
 
-    def draw(seed: int = 0, rank: int = 0, batches: int = 1) -> Tensor:
-        initial = Noise(NoiseRecipe(std=1.0), model, seed, rank)
+    def draw(seed: int = 0, first: int = 0, batches: int = 1) -> Tensor:
+        initial = Noise(NoiseRecipe(std=1.0), model, BatchRows(seed, first))
         for _ in range(batches):
             state = initial.before_batch(MANY[:2])
         assert state is not None
         return state.layers[0]["recurrent"]
 
     assert torch.equal(draw(), draw())
-    others = [draw(), draw(seed=1), draw(rank=1), draw(batches=2)]
+    others = [draw(), draw(seed=1), draw(first=2), draw(batches=2)]
     for number, one in enumerate(others):
         for other in others[:number]:
             # 256 numbers a row: independent ones correlate by 1/sqrt(512) = 0.04; the bound is five times that.
@@ -93,7 +94,7 @@ def test_fitted_noise_has_the_moments_of_the_final_states(
 ) -> None:
     """Per head of the recurrent state and per channel of a convolution state, against the states put together."""
     model, recipe = make_model(MIXERS[mixer]), FittedNoiseRecipe(**options)
-    initial = FittedNoise(recipe, model, 0, 0)
+    initial = FittedNoise(recipe, model, BatchRows(0))
     assert initial.before_batch(MANY) is None
     seen = finals(model, 3)
     for final in seen:
@@ -115,7 +116,7 @@ def test_a_head_that_never_changes_gives_its_value_back(make_model: ModelMaker) 
     """The variance of equal numbers is 0, whatever rounding says."""
     model = make_model(MIXERS["gla"])
     final = finals(model, 1)[0].map(lambda tensor: torch.full_like(tensor, 0.1))
-    initial = FittedNoise(FittedNoiseRecipe(), model, 0, 0)
+    initial = FittedNoise(FittedNoiseRecipe(), model, BatchRows(0))
     for _ in range(5):
         initial.after_batch(final)
     state = initial.before_batch(MANY[:2])
@@ -129,7 +130,7 @@ def test_clip_norm_limits_what_is_drawn(make_model: ModelMaker) -> None:
     final = finals(model, 3)[2]
 
     def drawn_norms(limit: float | None) -> Tensor:
-        initial = FittedNoise(FittedNoiseRecipe(clip_norm=limit), model, 0, 0)
+        initial = FittedNoise(FittedNoiseRecipe(clip_norm=limit), model, BatchRows(0))
         initial.after_batch(final)
         state = initial.before_batch(MANY)
         assert state is not None

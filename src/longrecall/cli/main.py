@@ -11,11 +11,12 @@ import importlib
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn, Protocol, cast
 
-from longrecall.errors import UserError, did_you_mean, ran_out_of_memory
+from longrecall.errors import RefusedTogether, UserError, did_you_mean, first_process, ran_out_of_memory
 from longrecall.version import __version__
 
 VERBS = (
@@ -24,6 +25,7 @@ VERBS = (
     "init",
     "expand",
     "train",
+    "consolidate",
     "sweep",
     "eval",
     "diagnose",
@@ -36,6 +38,8 @@ VERBS = (
 """In the order in which they are used; the verb `x` lives in `longrecall.cli.x`."""
 
 _DESCRIPTION = "Give a linear-recurrent language model a bigger and better memory, and prove it."
+_AFTER_THE_FIRST = 5.0
+"""Seconds that other processes than the first wait before they end, or say what is wrong."""
 _FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
@@ -117,7 +121,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
     except UserError as error:
-        return _complain(str(error), 2)
+        told_here = not isinstance(error, RefusedTogether) or error.told_here
+        if not (told_here and first_process()):
+            # A launcher such as torchrun ends all processes when one has failed. The first one must have said its line
+            # by then; and where others find the same by themselves, it is there once.
+            time.sleep(_AFTER_THE_FIRST)
+        return _complain(str(error), 2) if told_here else 2
     except BrokenPipeError:
         # The reader (head, less) has left, and has what it wanted.
         _settle_stdout()

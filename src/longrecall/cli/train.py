@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
+from longrecall.errors import RefusedTogether, first_process
+
 HELP = "train a checkpoint as a YAML recipe says"
 EXAMPLE = "longrecall train recipes/post_train.yaml --set model.checkpoint=bigger/ --set optimizer.touched=10x"
 
@@ -37,9 +39,17 @@ def run(args: argparse.Namespace) -> int:
     from longrecall.training.recipe import Recipe
 
     recipe = Recipe.load(args.recipe, args.overrides)
+    from longrecall.training.parallel.place import leave_group
     from longrecall.training.run import run_recipe
 
-    summary = run_recipe(recipe, resume=args.resume, dry_run=args.dry_run, force=args.force)
+    try:
+        summary = run_recipe(recipe, resume=args.resume, dry_run=args.dry_run, force=args.force)
+    except RefusedTogether:
+        leave_group()
+        raise
+    leave_group()
+    if not first_process():
+        return 0
     if args.json:
         print(json.dumps(summary.to_dict(), indent=2))
         return 0

@@ -24,3 +24,11 @@ def _mixers(layer: nn.Module) -> Iterator[tuple[Any, MixerConfig]]:
         config = getattr(module, "config", None)
         if isinstance(config, MixerConfig):
             yield cast(Any, module), config
+
+
+def lent_parameters(layers: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    """The parameters of one layer that others read: nobody may drop them while the layers between are run."""
+    for layer in layers:
+        for mixer, config in _mixers(layer):
+            if config.lender is not None:
+                yield from mixer.weights.parameters()

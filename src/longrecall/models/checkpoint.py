@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from longrecall.errors import UserError, did_you_mean
 from longrecall.files import ELSEWHERE, check_no_input
 from longrecall.models.accounting import account
 from longrecall.models.formats import detect
+from longrecall.models.formats.descriptions import read_json
 from longrecall.models.formats.format import Format
 from longrecall.models.formats.hub import COMPANION_PATTERNS, locate
 from longrecall.models.formats.layout import Layout
@@ -27,7 +28,7 @@ from longrecall.models.formats.origin import ORIGIN_FOLDER, Origin, read_origin
 from longrecall.models.formats.quantised import refuse_quantised
 from longrecall.models.formats.remote_code import AUTO_MAP, CODE, CODE_FILE
 from longrecall.models.formats.shards import ShardWriter, disk_errors
-from longrecall.models.formats.weights import Weights, listed, open_weights, read_json
+from longrecall.models.formats.weights import Weights, listed, open_weights
 from longrecall.models.limits import check_numbers
 from longrecall.models.sizes import PlainConfig
 from longrecall.models.surgery_records import SURGERY_FILE, read_surgery
@@ -112,20 +113,42 @@ class Checkpoint:
 
         plan = self._match.plan
         tensor = plan.assemble(self._known(name), read).to(self.dtype(name))
-        for copy, original in self._layout.copies.items():
-            if (
-                original == name
-                and copy in self._match.spelt
-                and not torch.equal(self._weights.read([copy])[0], tensor)
-            ):
-                raise UserError(
-                    f'{self.path}: "{copy}" differs from "{plan.parts[name][0].name}", but config.json says they are '
-                    "tied; set tie_word_embeddings (tie_embeddings) to false"
-                )
+        for copy in self._copies_of(name):
+            if not torch.equal(self._weights.read([copy])[0], tensor):
+                raise self._untied(copy, name)
         of_file = {whole.untyped_storage().data_ptr() for whole in mapped}
         if tensor.untyped_storage().data_ptr() in of_file:
             return tensor.clone(memory_format=torch.contiguous_format)
         return tensor.contiguous()
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows `start` to `stop` (dimension 0) of one tensor, otherwise as `read`.
+
+        No other rows are read where the file has the tensor as it is. A tensor that is made of several of the file, or
+        stored in another order, is made whole first.
+        """
+        import torch
+
+        part = self._match.plan.piece(self._known(name))
+        if part is None:
+            return self.read(name)[start:stop].clone()
+        own = part.start if part.of is not None else 0
+        tensor = self._weights.read_rows(part.name, own + start, own + stop).to(self.dtype(name))
+        for copy in self._copies_of(name):
+            if not torch.equal(self._weights.read_rows(copy, start, stop), tensor):
+                raise self._untied(copy, name)
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def _copies_of(self, name: str) -> list[str]:
+        """The tensors of the file that must equal this native one."""
+        copies = self._layout.copies.items()
+        return [copy for copy, original in copies if original == name and copy in self._match.spelt]
+
+    def _untied(self, copy: str, name: str) -> UserError:
+        return UserError(
+            f'{self.path}: "{copy}" differs from "{self._match.plan.parts[name][0].name}", but config.json says they '
+            "are tied; set tie_word_embeddings (tie_embeddings) to false"
+        )
 
     def sha256(self) -> str:
         """SHA-256 (hex) of config.json and the weight files, names included, read in pieces."""
@@ -288,6 +311,10 @@ class CheckpointWriter:
             raise UserError(f'tensor "{name}" has shape {list(tensor.shape)}, the config asks for {wanted}')
         self._shards.add(name, tensor)
         self._dtypes[name] = tensor.dtype
+
+    def set_elsewhere(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Write no weights, only what describes them: the caller puts them, of these types, into files beside it."""
+        self._dtypes.update(dtypes)
 
     def add_companions(self, files: Iterable[Path]) -> None:
         """Copy files that belong beside the weights (`Checkpoint.companion_files`)."""

@@ -15,8 +15,8 @@ from typing import Any
 from longrecall.errors import UserError
 from longrecall.files import expand_home
 from longrecall.models.byte_tokenizer import VOCABULARY, byte_tokenizer
+from longrecall.models.formats.descriptions import read_json
 from longrecall.models.formats.hub import locate_tokenizer
-from longrecall.models.formats.weights import read_json
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _CONFIG = "tokenizer_config.json"

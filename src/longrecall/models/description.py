@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from longrecall.errors import UserError, did_you_mean
 from longrecall.files import expand_home
 from longrecall.models.formats import native
+from longrecall.models.formats.descriptions import read_json
 from longrecall.models.formats.layout import Layout
-from longrecall.models.formats.weights import read_json
 from longrecall.models.limits import LAYERS
 from longrecall.models.sizes import PlainConfig
 from longrecall.shipped import find_recipe, shipped_recipes

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longrecall.errors import UserError, did_you_mean
 from longrecall.models.accounting import STATE_BYTES
@@ -82,11 +84,60 @@ def materialise(
     return model
 
 
-def _check_room(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device | str) -> None:
-    """Raise UserError when the weights and the state of one sequence cannot be in memory at once."""
-    weights = sum(
-        math.prod(checkpoint.shape(name)) * (dtype or checkpoint.dtype(name)).itemsize for name in checkpoint.names()
-    )
+def materialise_sharded(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    shard: Callable[[RecurrentLM], None],
+    own_rows: Callable[[Tensor], tuple[int, int] | None],
+    pieces: int,
+) -> RecurrentLM:
+    """Build a model of which this process holds a part of every weight; it reads no more than that part.
+
+    Beside it only one piece of a tensor is in memory at a time: a whole tensor where the format of the checkpoint
+    makes it of several (`Checkpoint.read_rows`).
+
+    Args:
+        checkpoint: open; the same on all processes.
+        dtype: type of the weights in memory.
+        device: where they go.
+        shard: shards a model on the meta device, in place.
+        own_rows: of a parameter of it: the rows that this process holds, None for all.
+        pieces: how many processes share the weights.
+
+    Raises:
+        UserError: the part does not fit into memory.
+    """
+    _check_room(checkpoint, dtype, device, pieces)
+    with torch.device("meta"):
+        model = RecurrentLM(checkpoint.config)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    tied = checkpoint.config.tie_word_embeddings
+    if tied:
+        model.lm_head.weight = model.model.embeddings.weight
+    shard(model)
+    model.to_empty(device=device)
+    if tied and model.lm_head.weight is not model.model.embeddings.weight:
+        raise RuntimeError("the head is no longer tied to the embeddings")
+    there: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    names = set(checkpoint.names())
+    if left := [name for name in there if name not in names and name in model.state_dict()]:
+        raise RuntimeError(f"{left[0]} is in the model but not in config.tensor_shapes()")
+    with torch.no_grad():
+        for name in checkpoint.names():
+            rows = own_rows(there[name])
+            read = checkpoint.read(name) if rows is None else checkpoint.read_rows(name, *rows)
+            held = cast(Any, there[name])
+            (held if rows is None else held.to_local()).copy_(read)
+    nn.Module.train(model, False)
+    return model
+
+
+def _check_room(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device | str, pieces: int = 1) -> None:
+    """Raise UserError when the weights, or one of so many pieces, and the state of a sequence exceed the memory."""
+    numbers = {name: math.prod(checkpoint.shape(name)) for name in checkpoint.names()}
+    weights = sum(count * (dtype or checkpoint.dtype(name)).itemsize for name, count in numbers.items()) // pieces
     state = STATE_BYTES * checkpoint.config.state_size()
     check_memory(weights + state, f"the model in {checkpoint.path}, with the state of one sequence,", device)
 

@@ -10,7 +10,8 @@ from longrecall.files import expand_home
 from longrecall.models.checkpoint import Checkpoint, open_checkpoint, read_layout
 from longrecall.models.description import is_description, read_sizes
 from longrecall.models.formats import native
-from longrecall.models.formats.weights import has_weights, read_json
+from longrecall.models.formats.descriptions import read_json
+from longrecall.models.formats.weights import has_weights
 from longrecall.models.sizes import PlainConfig
 from longrecall.models.surgery_records import SURGERY_FILE, read_surgery
 

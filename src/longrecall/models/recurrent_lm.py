@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,6 +18,7 @@ from longrecall.layers.projections import is_plain
 from longrecall.layers.tokens import TokenContext, TokenEmbedding
 from longrecall.models.captured_steps import CapturedSteps, forget_moved
 from longrecall.models.config import RecurrentConfig
+from longrecall.models.fingerprints import fingerprint
 from longrecall.models.generation import NO_ATTENTIONS, DecodingOptions, RecurrentGeneration
 from longrecall.models.logits import LogitScale
 from longrecall.models.losses import Items, label_count, next_token_loss, next_token_loss_of_hidden, predicted_labels
@@ -37,7 +36,7 @@ from longrecall.models.pieces import (
 from longrecall.models.pretrained import RecurrentPreTrainedModel
 from longrecall.models.recurrent_layer import RecurrentLayer as RecurrentLayer
 from longrecall.models.sizes import norm_config
-from longrecall.models.state import RecurrentState
+from longrecall.models.state import RecurrentState, zero_state
 from longrecall.models.token_ids import check_range, embedded, padding_mask
 from longrecall.ops.borders import whole_sequences
 from longrecall.ops.execution import as_states_are_read_now, with_row_pieces
@@ -376,10 +375,7 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         """The state before the first token: zeros, or what the model's memory tokens leave, on the model's device."""
         if self.model.memory_tokens is not None:
             return self.model.memory_state(batch_size)
-        layers = tuple(layer.zero_state(batch_size, self.device, self.dtype) for layer in self.config.layer_configs())
-        context = torch.zeros((batch_size, 0), dtype=torch.int32, device=self.device)
-        position = torch.zeros(batch_size, dtype=torch.long, device=self.device)
-        return RecurrentState(layers, position, context=context if self.config.reads_tokens() else None)
+        return zero_state(self.config, batch_size, self.device, self.dtype)
 
     def state_size(self) -> int:
         """Numbers in the recurrent state of one sequence."""
@@ -387,10 +383,5 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) over the layer descriptions and every tensor: equal only for models that compute the same."""
-        digest = hashlib.sha256(json.dumps(self.config.layers, sort_keys=True).encode())
-        for name, value in self.config.added().items():
-            digest.update(f"{name} {json.dumps(value, sort_keys=True)}".encode())
-        for name, tensor in sorted(self.state_dict().items()):
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        tensors = self.state_dict()
+        return fingerprint(self.config, tensors, tensors.__getitem__)

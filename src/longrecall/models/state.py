@@ -16,6 +16,7 @@ from torch import Tensor
 from longrecall.errors import UserError
 from longrecall.files import make_readable, place_of, written_apart
 from longrecall.layers.mixers.base import LayerState
+from longrecall.models.config import RecurrentConfig
 
 FORMAT = "longrecall-state-1"
 
@@ -153,3 +154,18 @@ class RecurrentState:
                 layers[int(index)][key] = tensor.to(model.device)
         context = tensors["context"].to(model.device) if "context" in tensors else None
         return cls(tuple(layers), tensors["position"].to(model.device), json.loads(metadata["length"]), context)
+
+
+def zero_state(config: RecurrentConfig, rows: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
+    """Return the zero state of a model, as far as its config says it: memory tokens are not read.
+
+    Args:
+        config: of the model.
+        rows: B.
+        device: where the state goes.
+        dtype: of the weights.
+    """
+    layers = tuple(layer.zero_state(rows, device, dtype) for layer in config.layer_configs())
+    context = torch.zeros((rows, 0), dtype=torch.int32, device=device)
+    position = torch.zeros(rows, dtype=torch.long, device=device)
+    return RecurrentState(layers, position, context=context if config.reads_tokens() else None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from longrecall.training.recipe import OptimizerRecipe
 
@@ -90,21 +90,3 @@ def make_optimizer(model: nn.Module, groups: Sequence[ParameterGroup], recipe: O
         # One call for all parameters: a small model has many tiny tensors, and looping over them would cost more.
         fused=True,
     )
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return AdamW's state as ``{parameter}#{entry}`` -> tensor on the CPU."""
-    return {
-        f"{name}#{key}": value.detach().cpu().contiguous().clone()
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` returned; the entries go to the device of their parameter."""
-    parameters = dict(model.named_parameters())
-    for full, value in tensors.items():
-        name, _, key = full.partition("#")
-        parameter = parameters[name]
-        optimizer.state[parameter][key] = value.to(parameter.device)

@@ -132,7 +132,7 @@ class RunRecipe:
     tokens: Length | None = None
     """Tokens to train on, rounded up to whole steps; 1m = 1048576."""
     batch_size: int = 32
-    """Sequences of one forward pass of one process."""
+    """Sequences of one forward pass of one process (of one context group, where processes share a row)."""
     gradient_accumulation: int = 1
     """Forward passes in one step."""
     gradient_checkpointing: bool = False
@@ -175,6 +175,21 @@ class RunRecipe:
 
 
 @dataclass(frozen=True)
+class ParallelRecipe:
+    """How the processes of a run share the work: their number is replicate x shard x context."""
+
+    replicate: int | None = None
+    """Copies of the weights, each trained on rows of its own; none = what is left of the processes."""
+    shard: int = 1
+    """Processes that share one copy of the weights (FSDP2); each reads rows of its own."""
+    context: int = 1
+    """Processes that share one row: each reads a piece of the sequence. They share the weights too."""
+
+    def __post_init__(self) -> None:
+        positive(self, "shard", "context", *(() if self.replicate is None else ("replicate",)))
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything that decides a training run."""
 
@@ -184,6 +199,7 @@ class Recipe:
     optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
     initial_state: Annotated[AnyInitialState, Tagged(INITIAL_STATES)] = field(default_factory=ZeroState)
     handover: HandoverRecipe = field(default_factory=HandoverRecipe)
+    parallel: ParallelRecipe = field(default_factory=ParallelRecipe)
 
     def __post_init__(self) -> None:
         if self.model.dtype == "float16":
@@ -196,6 +212,16 @@ class Recipe:
             raise UserError(
                 "run.compile makes code for one shape of a batch, and documents that are kept apart (reset_documents, "
                 "truncated_bptt) change it from batch to batch; switch one of them off"
+            )
+        if self.data.context_length % self.parallel.context:
+            raise UserError(
+                f"parallel.context ({self.parallel.context}) does not divide data.context_length "
+                f"({self.data.context_length}): every process reads a piece of the same length"
+            )
+        if self.run.precision == "fp16" and self.parallel.shard * self.parallel.context > 1:
+            raise UserError(
+                "run.precision fp16 scales its loss, which sharded weights do not take part in; use bf16 or fp32 with "
+                "parallel.shard and parallel.context"
             )
         if self.run.steps is not None and self.optimizer.warmup > self.run.steps:
             warmup = f"{self.optimizer.warmup:g} steps"
@@ -230,7 +256,7 @@ class Recipe:
         return isinstance(self.initial_state, TruncatedBpttRecipe)
 
     def tokens_per_step(self, processes: int = 1) -> int:
-        """Tokens of one optimizer step of all processes."""
+        """Tokens of one optimizer step of so many data-parallel processes."""
         return self.run.batch_size * self.run.gradient_accumulation * self.data.context_length * processes
 
     def steps(self, processes: int = 1) -> int:

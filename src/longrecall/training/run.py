@@ -8,7 +8,8 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,33 @@ from longrecall.installing import install_command
 from longrecall.models.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint
 from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.compiling import compiled_layers
-from longrecall.models.loading import materialise, parse_dtype
+from longrecall.models.loading import materialise, materialise_sharded, parse_dtype
+from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.models.state import RecurrentState, zero_state
 from longrecall.new_folder import clear_remains
 from longrecall.outputs import claim_folder
-from longrecall.surgery.handover import finish_checkpoint, handover_layers
+from longrecall.surgery.handover import handover_layers
 from longrecall.training.checkpoints import (
     STEPS_FOLDER,
     SavedRun,
+    checkpoint_fingerprint,
     clear_partial,
     disk_errors,
     find_saved_runs,
+    write_final,
     write_model,
 )
 from longrecall.training.data import BatchStream
-from longrecall.training.initial_states import Learned, make_initial_state
+from longrecall.training.initial_states import Learned, make_initial_state, sum_of
 from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch, write_result
+from longrecall.training.parallel.agreement import check_same_run, check_shared_folder
+from longrecall.training.parallel.launcher import apart_from_launcher, check_devices, launched, on_cpu, world_size
+from longrecall.training.parallel.place import Place, make_place
+from longrecall.training.parallel.shard import own_rows, shard_model
 from longrecall.training.recipe import Recipe
 from longrecall.training.summary import TrainingSummary, plan, recipe_groups
 from longrecall.training.trainer import Job, RecurrentTrainer, RunCallback
+from longrecall.version import __version__
 
 FINAL_FOLDER = "final"
 LEARNED_STATE_FILE = "initial_state.safetensors"
@@ -48,30 +58,6 @@ _MARKS = (STEPS_FOLDER, FINAL_FOLDER, LOG_FILE, RESULT_FILE)
 """A folder with any of these holds a run."""
 _OF_A_RUN = (*_MARKS, LEARNED_STATE_FILE, TENSORBOARD_FOLDER)
 _ELSEWHERE = "choose another run.output"
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The processes of this run, from the Trainer's arguments."""
-
-    rank: int
-    world: int
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
-    def wait(self) -> None:
-        if self.world > 1:
-            torch.distributed.barrier()
-
-    def refuse_together(self, refusal: str | None) -> None:
-        """Raise the first process's refusal in every process: none is left to wait for one that has ended."""
-        lines = [refusal]
-        if self.world > 1:
-            torch.distributed.broadcast_object_list(lines, src=0)
-        if lines[0] is not None:
-            raise UserError(lines[0])
 
 
 def run_recipe(
@@ -91,34 +77,57 @@ def run_recipe(
 
     Raises:
         UserError: bad data, checkpoint or output; an output that another process writes; a loss that is NaN or
-            infinite; no space left while saving (earlier checkpoints stay); a resume with another recipe or another
-            number of processes.
+            infinite; no space left while saving (earlier checkpoints stay); a resume with another recipe, or with a
+            number of processes that cannot share the rows of a batch.
     """
-    with _threads(recipe.run.threads):
-        source = open_checkpoint(recipe.model.checkpoint)
-        tokenizer = _tokenizer(source)
-        output = expand_home(recipe.run.output)
-        _check_apart(output, source.path)
+    output = expand_home(recipe.run.output)
+    with _threads(recipe.run.threads), apart_from_launcher() as said:
         if dry_run:
+            recipe = launched(recipe, world_size(), said)
+            source, tokenizer = _source(recipe, output)
             stream = BatchStream(recipe.data, tokenizer, recipe.run.batch_size, continued=recipe.continues)
             return plan(recipe, source, 1, stream, output / FINAL_FOLDER, dry_run=True)
+        if torch.cuda.is_available() and not on_cpu():
+            check_devices(torch.cuda.device_count())
         arguments = _arguments(recipe, output)
-        place = _Place(arguments.process_index, arguments.world_size)
+        with Place(arguments.process_index, arguments.world_size).together():
+            recipe = launched(recipe, arguments.world_size, said)
+        place = make_place(recipe.parallel, arguments.process_index, arguments.world_size, arguments.device)
+        check_same_run(place, recipe.to_dict(), resume=resume, force=force, version=__version__)
+        with place.together():
+            source, tokenizer = _source(recipe, output)
         with _claimed(output, resume, force, source.path, place):
-            saved = next(reversed(find_saved_runs(output)), None) if resume else None
-            if saved is not None:
-                saved.check(recipe.to_dict(), place.world)
-            stream = BatchStream(
-                recipe.data, tokenizer, recipe.run.batch_size, place.rank, place.world, continued=recipe.continues
-            )
-            summary = plan(recipe, source, place.world, stream, output / FINAL_FOLDER, dry_run=False)
-            job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
+            check_shared_folder(place, output)
+            with place.together():
+                saved = next(reversed(find_saved_runs(output)), None) if resume else None
+                if saved is not None:
+                    recipe = saved.fit(recipe, place.data_world)
+                stream = BatchStream(
+                    recipe.data,
+                    tokenizer,
+                    recipe.run.batch_size,
+                    place.data_rank,
+                    place.data_world,
+                    continued=recipe.continues,
+                )
+                arguments.max_steps = recipe.steps(place.data_world)
+                summary = plan(recipe, source, place.data_world, stream, output / FINAL_FOLDER, dry_run=False)
+            with place.together():
+                job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
             clock = Stopwatch()
             if saved is None or saved.step < job.steps:
                 _train(job, arguments)
             else:
-                job.restore_initial(saved.process(place.rank))
+                job.restore_initial(saved.share_of(place))
             return _finish(job, summary, clock.seconds())
+
+
+def _source(recipe: Recipe, output: Path) -> tuple[Checkpoint, Any]:
+    """The checkpoint that is trained, and its tokenizer."""
+    source = open_checkpoint(recipe.model.checkpoint)
+    tokenizer = _tokenizer(source)
+    _check_apart(output, source.path)
+    return source, tokenizer
 
 
 def _tokenizer(source: Checkpoint) -> Any:
@@ -146,7 +155,8 @@ def _arguments(recipe: Recipe, output: Path) -> TrainingArguments:
             f"run.report_to is {report_to}, which is not installed; install it with: {install_command(report_to)}, "
             "or set run.report_to=none"
         )
-    if run.precision == "fp16" and not torch.cuda.is_available():
+    gpu = torch.cuda.is_available() and not on_cpu()
+    if run.precision == "fp16" and not gpu:
         raise UserError("run.precision fp16 needs a GPU; use fp32, or bf16")
     arguments = TrainingArguments(
         output_dir=str(output),
@@ -160,7 +170,7 @@ def _arguments(recipe: Recipe, output: Path) -> TrainingArguments:
         seed=run.seed,
         report_to=[] if report_to in ("none", "tensorboard") else [report_to],
         run_name=output.name,
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=not gpu,
         logging_strategy="no",
         save_strategy="no",
         eval_strategy="no",
@@ -171,7 +181,6 @@ def _arguments(recipe: Recipe, output: Path) -> TrainingArguments:
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
     )
-    arguments.max_steps = recipe.steps(arguments.world_size)
     # One process drives one device: with several visible GPUs Trainer would split batches and lose the states.
     arguments._n_gpu = min(1, arguments.n_gpu)
     return arguments
@@ -186,7 +195,7 @@ def _check_apart(output: Path, source: Path) -> None:
 
 
 @contextmanager
-def _claimed(output: Path, resume: bool, force: bool, source: Path, place: _Place) -> Iterator[None]:
+def _claimed(output: Path, resume: bool, force: bool, source: Path, place: Place) -> Iterator[None]:
     """Be the only run that writes into `output` inside the block; the first process holds it for all."""
     with ExitStack() as held:
         refusal = None
@@ -239,26 +248,27 @@ def _job(
     source: Checkpoint,
     tokenizer: Any,
     stream: BatchStream,
-    place: _Place,
+    place: Place,
     saved: SavedRun | None,
     show_progress: bool,
     force: bool,
 ) -> Job:
     weights = open_checkpoint(saved.folder) if saved is not None else source
-    model = materialise(weights, parse_dtype(recipe.model.dtype), arguments.device)
+    model = _model(recipe, weights, place, arguments.device)
     model.config.context_length = recipe.data.context_length
     if recipe.run.gradient_checkpointing:
         # 5.23 renamed it; 5.17 knows only the old name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
-    initial = make_initial_state(recipe.initial_state, model, recipe.run.seed, place.rank)
+    first_row = place.data_rank * recipe.run.batch_size
+    initial = make_initial_state(recipe.initial_state, model, recipe.run.seed, first_row, sum_of(place.world))
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = recipe_groups(recipe, source, names)
     if force and place.first:
         _remove_run(output)  # here at last: all that can be wrong with the new run has been checked
     return Job(
         recipe=recipe,
-        steps=recipe.steps(place.world),
+        steps=recipe.steps(place.data_world),
         output=output,
         model=model,
         source=source,
@@ -273,6 +283,15 @@ def _job(
     )
 
 
+def _model(recipe: Recipe, weights: Checkpoint, place: Place, device: torch.device) -> RecurrentLM:
+    """The weights in memory: all of them, or this process's part."""
+    dtype = parse_dtype(recipe.model.dtype)
+    if not place.sharded or dtype is None:
+        return materialise(weights, dtype, device)
+    shard = partial(shard_model, place=place, precision=recipe.run.precision)
+    return materialise_sharded(weights, dtype, device, shard, own_rows, place.shard * place.context_world)
+
+
 def _train(job: Job, arguments: TrainingArguments) -> None:
     around = RunCallback(job)
     callbacks: list[TrainerCallback] = [around]
@@ -281,7 +300,9 @@ def _train(job: Job, arguments: TrainingArguments) -> None:
     trainer = RecurrentTrainer(job, arguments, callbacks)
     around.attach(trainer)
     try:
-        with compiled_layers(job.model, wanted=job.recipe.run.compile):
+        with warnings.catch_warnings(), compiled_layers(job.model, wanted=job.recipe.run.compile):
+            # FSDP would not see a change in place of views among what a layer returns; nobody makes one.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
             trainer.train()
     finally:
         around.close()
@@ -302,7 +323,7 @@ def _tensorboard(output: Path) -> list[TrainerCallback]:
 
 def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSummary:
     """Write the final checkpoint and training.json; return the completed summary."""
-    final, rows = job.output / FINAL_FOLDER, job.log.rows
+    rows = job.log.rows
     job.set_handover(job.steps)
     learned = job.initial if isinstance(job.initial, Learned) else None
     done = replace(
@@ -315,34 +336,49 @@ def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSumma
     )
     if learned is not None:
         learned.release()
-    if job.processes.first:
-        handover = bool(handover_layers(job.model.config))
-        with disk_errors("the final checkpoint", job.watch.last_good):
-            if handover:
-                finish_checkpoint(find_saved_runs(job.output)[-1].folder, final, overwrite=True)
-            else:
-                with CheckpointWriter(final, force=True) as writer:
-                    write_model(writer, job.model, job.source, job.tokenizer)
-        trained = open_checkpoint(final)
-        finished = materialise(trained) if handover else job.model
-        if learned is not None:
-            learned.save(job.output / LEARNED_STATE_FILE, finished)
-        body = {
-            "checkpoint": {
-                "path": str(final),
-                "fingerprint": finished.fingerprint(),
-                "parameters": sum(math.prod(shape) for shape in trained.config.tensor_shapes().values()),
-                "state_size": trained.config.state_size(),
-                "surgery": trained.surgery,
-            },
-            "source": {"path": str(job.source.path), "sha256": job.source.sha256()},
-            "recipe": job.recipe.to_dict(),
-            "log": rows,
-            "summary": done.to_dict(),
-        }
-        write_result(job.output / RESULT_FILE, body)
-    job.processes.wait()
+    with job.processes.together():
+        if job.processes.first:
+            _write_results(job, learned, done)
     return done
+
+
+def _write_results(job: Job, learned: Learned | None, summary: TrainingSummary) -> None:
+    """Write what a run leaves beside its steps: the final checkpoint, a learned state, training.json."""
+    final, rows = job.output / FINAL_FOLDER, job.log.rows
+    streamed = job.processes.sharded or bool(handover_layers(job.model.config))
+    with disk_errors("the final checkpoint", job.watch.last_good):
+        if streamed:
+            write_final(find_saved_runs(job.output)[-1].folder, final, force=True)
+        else:
+            with CheckpointWriter(final, force=True) as writer:
+                write_model(writer, job.model, job.source, job.tokenizer)
+    trained = open_checkpoint(final)
+    fingerprint = checkpoint_fingerprint(trained) if streamed else job.model.fingerprint()
+    if learned is not None:
+        zero = _zero_state(trained) if streamed else job.model.zero_state(1)
+        learned.save(job.output / LEARNED_STATE_FILE, zero, fingerprint)
+    body = {
+        "checkpoint": {
+            "path": str(final),
+            "fingerprint": fingerprint,
+            "parameters": sum(math.prod(shape) for shape in trained.config.tensor_shapes().values()),
+            "state_size": trained.config.state_size(),
+            "surgery": trained.surgery,
+        },
+        "source": {"path": str(job.source.path), "sha256": job.source.sha256()},
+        "recipe": job.recipe.to_dict(),
+        "log": rows,
+        "summary": summary.to_dict(),
+    }
+    write_result(job.output / RESULT_FILE, body)
+
+
+def _zero_state(checkpoint: Checkpoint) -> RecurrentState:
+    """What one row of the model of a checkpoint starts from; only memory tokens need the model to be read."""
+    if checkpoint.config.memory_tokens:
+        return materialise(checkpoint).zero_state(1)
+    dtype = checkpoint.dtype("model.embeddings.weight")
+    return zero_state(checkpoint.config, 1, torch.device("cpu"), dtype)
 
 
 @contextmanager

@@ -128,7 +128,7 @@ def read_batch(
         before = initial.before_batch(text)
         before = None if before is None else segments.spread(before, initial.continues, _beginning(model))
     else:
-        before = initial.before_batch(text[segments.row])
+        before = initial.before_batch(text[segments.row], segments.row)
     out = model(**arguments, past_key_values=before, loss_only=True)
     final: RecurrentState = out.past_key_values
     initial.after_batch(segments.ends(final) if segments is not None and initial.by_row else final)

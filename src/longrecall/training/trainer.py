@@ -7,8 +7,10 @@ micro-batch and process it is in), the initial states, the logs and the checkpoi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +22,24 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import PrinterCallback
 
 from longrecall.layers.handover import Handover
-from longrecall.models.checkpoint import Checkpoint, CheckpointWriter
+from longrecall.models.checkpoint import Checkpoint
 from longrecall.models.losses import label_count
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.training.checkpoints import (
-    Processes,
-    ProcessState,
-    SavedRun,
-    disk_errors,
-    drop_old,
-    random_tensors,
-    restore_random,
-    write_model,
-    write_step,
-)
+from longrecall.training.checkpoints import ProcessState, SavedRun, Saver, restore_optimizer
+from longrecall.training.checkpoints.saved_run import CARRIED, SUMS, random_tensors, restore_random
 from longrecall.training.data import Batch, BatchStream
 from longrecall.training.initial_states import InitialState
 from longrecall.training.logs import Bar, RunLog, Stopwatch
-from longrecall.training.optimizer import ParameterGroup, make_optimizer, optimizer_tensors, restore_optimizer
+from longrecall.training.optimizer import ParameterGroup, make_optimizer
+from longrecall.training.parallel.place import Place
+from longrecall.training.parallel.shard import as_sharded, average_replicated, clip_gradients
 from longrecall.training.recipe import Recipe
 from longrecall.training.recipe_states import LearnedRecipe
 from longrecall.training.schedule import handover_progress, rate_factor
 from longrecall.training.segments import Segments, read_batch
 from longrecall.training.watch import FiniteWatch, describe_place
 
-CARRIED = "initial_state."
-AUXILIARY = "auxiliary_sum"
+LOSS, AUXILIARY = SUMS
 
 
 @dataclass
@@ -63,7 +57,7 @@ class Job:
     initial: InitialState
     groups: tuple[ParameterGroup, ...]
     log: RunLog
-    processes: Processes
+    processes: Place
     saved: SavedRun | None = None
     """Where to continue."""
     show_progress: bool = True
@@ -77,7 +71,7 @@ class Job:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one step of all processes."""
-        return self.recipe.tokens_per_step(self.processes.world)
+        return self.recipe.tokens_per_step(self.processes.data_world)
 
     def restore_initial(self, own: ProcessState) -> None:
         """Put the intervention back to where this process had saved it."""
@@ -105,6 +99,11 @@ class RecurrentTrainer(Trainer):
         # Our loss is scaled here; Trainer must neither count labels nor divide.
         self.model_accepts_loss_kwargs = False
         self.job = job
+        if job.processes.sharded:
+            # Already sharded: Accelerate only adds autocast, and wraps it no second time. Transformers does the same.
+            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+        self.micro_batches_left = 0
+        """Of the step that is running."""
         self.loss_sum = torch.zeros(())
         """Sum of the losses of the steps since the last log line."""
         self.auxiliary_sum: Tensor | None = None
@@ -150,9 +149,12 @@ class RecurrentTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: Any) -> Any:
         """Return the micro-batches of one step and the number of their labels, over all processes."""
         batches = [next(epoch_iterator) for _ in range(num_batches)]
+        self.micro_batches_left = num_batches
         labels = torch.stack([label_count(batch["labels"]) for batch in batches]).sum().to(device)
-        if self.job.processes.world > 1:
-            labels = self.accelerator.reduce(labels, "sum")
+        place = self.job.processes
+        if place.world > 1:
+            # The processes of a context group have the same rows.
+            labels = self.accelerator.reduce(labels, "sum") // place.context_world
         return batches, labels
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
@@ -163,7 +165,7 @@ class RecurrentTrainer(Trainer):
         origin = inputs.pop("origin")
         step = self.state.global_step + 1
         text, starts = inputs.pop("text"), inputs.pop("starts")
-        self._place = describe_place(origin, inputs.pop("first"), job.processes.rank)
+        self._place = describe_place(origin, inputs.pop("first"), job.processes.data_rank)
         batch = self._prepare_inputs(inputs)
         apart = job.recipe.data.reset_documents or job.initial.continues
         segments = Segments.of(starts, batch["input_ids"].shape[1]) if apart else None
@@ -174,15 +176,36 @@ class RecurrentTrainer(Trainer):
         # The model returns a mean over the labels of this micro-batch; data parallelism averages over the processes.
         share = label_count(batch["labels"]) * job.processes.world / num_items_in_batch.clamp(min=1)
         loss: Tensor = mean * share
-        self.accelerator.backward(loss)
+        self.micro_batches_left -= 1
+        self._backward(loss, last=self.micro_batches_left == 0)
         self.loss_sum += loss.detach()
         for own in auxiliary:
             self.auxiliary_sum = own * share + (0.0 if self.auxiliary_sum is None else self.auxiliary_sum)
         return loss.detach()
 
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        """Add to the gradients; after the `last` micro-batch of a step they are those of all processes."""
+        job = self.job
+        if job.processes.sharded:
+            # Copies of the weights agree once a step; within a copy gradients stay sharded, or they would not fit.
+            as_sharded(job.model).set_requires_all_reduce(last)
+        self.accelerator.backward(loss)
+        if job.processes.sharded and last:
+            average_replicated(job.model.parameters())
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Clip to the recipe's norm, over all shards; return the norm before."""
+        place = self.job.processes
+        if place.sharded:
+            return clip_gradients(self.job.model.parameters(), self.args.max_grad_norm, place)
+        parent: Any = super()
+        return parent._clip_grad_norm(model)
+
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Keep the norm (before clipping) for the log and for the watch."""
         parent: Any = super()
+        if grad_norm is None and self.job.processes.sharded:
+            grad_norm = clip_gradients(self.job.model.parameters(), math.inf, self.job.processes)
         norm = parent._get_grad_norm(model, grad_norm=grad_norm)
         self.gradient_norm = torch.as_tensor(norm).detach()
         # Under fp16 an overflow is expected now and then: the scaler skips that step.
@@ -208,6 +231,9 @@ class RunCallback(TrainerCallback):
         self._clock = Stopwatch()
         self._bar: Bar | None = None
         self._logged_step = 0
+        self._saver = Saver(
+            job.output, job.recipe.run.keep, job.source, job.tokenizer, job.model, job.processes, job.watch
+        )
 
     def attach(self, trainer: RecurrentTrainer) -> None:
         """Name the trainer whose steps these are."""
@@ -235,17 +261,17 @@ class RunCallback(TrainerCallback):
 
     def _restore(self, saved: SavedRun) -> None:
         job, trainer = self._job, self.trainer
-        restore_optimizer(job.model, trainer.active_optimizer, saved.optimizer())
+        restore_optimizer(job.model, trainer.active_optimizer, saved.optimizer)
         trainer.active_scheduler.load_state_dict(saved.state["scheduler"])
         rates = saved.state["scheduler"]["_last_lr"]
         for group, rate in zip(trainer.active_optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         if trainer.accelerator.scaler is not None and saved.state["scaler"]:
             trainer.accelerator.scaler.load_state_dict(saved.state["scaler"])
-        own = saved.process(job.processes.rank)
+        own = saved.share_of(job.processes)
         job.stream.restore(own.data["position"])
         job.restore_initial(own)
-        trainer.loss_sum = own.tensors["loss_sum"].to(trainer.loss_sum.device)
+        trainer.loss_sum = own.tensors[LOSS].to(trainer.loss_sum.device)
         if AUXILIARY in own.tensors:
             trainer.auxiliary_sum = own.tensors[AUXILIARY].to(trainer.loss_sum.device)
         self._logged_step = int(own.data["logged_step"])
@@ -273,6 +299,7 @@ class RunCallback(TrainerCallback):
     def _log(self, step: int, progress: float) -> None:
         job, trainer = self._job, self.trainer
         job.watch.check()
+        self._saver.settle(self._mean_of)
         since = step - self._logged_step
         loss = self._mean_of(trainer.loss_sum) / since
         auxiliary = None if trainer.auxiliary_sum is None else self._mean_of(trainer.auxiliary_sum) / since
@@ -305,11 +332,12 @@ class RunCallback(TrainerCallback):
     def _mean_of(self, total: Tensor) -> float:
         """The mean of a number that every process has."""
         if self._job.processes.world > 1:
-            total = self.trainer.accelerator.reduce(total.clone(), "mean")
+            own = total.to(self.trainer.args.device, copy=True)
+            total = self.trainer.accelerator.reduce(own, "mean")
         return float(total)
 
     def _save(self, step: int) -> None:
-        """Write a resumable checkpoint."""
+        """Begin to write a resumable checkpoint."""
         job, trainer = self._job, self.trainer
         job.watch.check()
         scaler = trainer.accelerator.scaler
@@ -325,29 +353,23 @@ class RunCallback(TrainerCallback):
             {
                 **random_tensors(),
                 **{CARRIED + name: tensor for name, tensor in job.initial.state_dict().items()},
-                "loss_sum": trainer.loss_sum,
+                LOSS: trainer.loss_sum,
                 **({} if trainer.auxiliary_sum is None else {AUXILIARY: trainer.auxiliary_sum}),
             },
             {"position": job.stream.position(), "logged_step": self._logged_step},
         )
 
-        def weights(writer: CheckpointWriter) -> None:
-            write_model(writer, job.model, job.source, job.tokenizer)
-
-        with disk_errors(f"step {step}", job.watch.last_good):
-            optimizer = optimizer_tensors(job.model, trainer.active_optimizer) if job.processes.first else None
-            folder = write_step(job.output, step, weights, optimizer, own, state, job.processes)
-        job.watch.last_good = str(folder)
-        if job.processes.first:
-            drop_old(job.output, job.recipe.run.keep)
+        self._saver.save(step, trainer.active_optimizer, own, state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave the progress bar as it is."""
+        """Wait for the last checkpoint; leave the progress bar as it is."""
+        self._saver.wait()
         self.close()
 
     def close(self) -> None:
-        """Close the progress bar, also after an error."""
+        """Close the progress bar and the thread that writes checkpoints, also after an error."""
+        self._saver.close()
         if self._bar is not None:
             self._bar.close()

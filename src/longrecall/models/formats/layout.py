@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from longrecall.errors import UserError
-from longrecall.models.formats.expressions import Part, Shape, Source
+from longrecall.models.formats.expressions import Part, Region, Shape, Source
 from longrecall.models.sizes import PlainConfig
 
 if TYPE_CHECKING:
@@ -87,6 +87,13 @@ class TensorPlan:
         parts = self.parts[name]
         values = [part.read(whole) for part, whole in zip(parts, read([p.name for p in parts]), strict=True)]
         return self.sources[name].assemble(values, self.shapes[name])
+
+    def piece(self, name: str) -> Part | None:
+        """Return the rows of one foreign tensor that a native tensor is, row for row; None where it is otherwise."""
+        if not isinstance(self.sources[name], Region):
+            return None
+        (part,) = self.parts[name]
+        return part if part.of is None or (part.dim == 0 and part.blocks == 1) else None
 
     def foreign_tensors(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and value of every foreign tensor; `read` returns native ones, each asked for once.

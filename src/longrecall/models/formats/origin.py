@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longrecall.errors import UserError
-from longrecall.models.formats.weights import SAFETENSORS_FILE, SAFETENSORS_INDEX, Weights, open_weights, read_json
+from longrecall.models.formats.descriptions import read_json
+from longrecall.models.formats.weights import SAFETENSORS_FILE, SAFETENSORS_INDEX, Weights, open_weights
 
 if TYPE_CHECKING:
     from torch import Tensor

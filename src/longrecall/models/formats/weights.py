@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import pickletools
 import re
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from safetensors import SafetensorError, safe_open
 
 from longrecall.errors import UserError
+from longrecall.models.formats.descriptions import check_header, read_json
+from longrecall.models.formats.pieces import SHARDS_INDEX, ShardedWeights
 from longrecall.models.formats.quantised import WAY_OUT
-from longrecall.models.limits import DESCRIPTION_BYTES, SHARDS, TENSORS, check_nesting, read_description_text
+from longrecall.models.limits import DESCRIPTION_BYTES, SHARDS, TENSORS
 from longrecall.units import format_bytes
 
 if TYPE_CHECKING:
@@ -58,23 +59,8 @@ class Weights(Protocol):
     def read(self, names: Sequence[str]) -> list[Tensor]:
         """Return the tensors, on the CPU. They may be backed by the file: callers that keep them copy them."""
 
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; UserError when the file is missing, empty, not UTF-8, not JSON or not an object."""
-    try:
-        text = read_description_text(path)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; a checkpoint folder needs it") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError also for a number of thousands of digits
-        raise UserError(f"{path} is not valid JSON ({error}); the file may be empty or damaged") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    check_nesting(value, str(path))
-    return value
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows `start` to `stop` (dimension 0) of one tensor as `read` would; no other rows are read."""
 
 
 class SafetensorsWeights:
@@ -98,7 +84,7 @@ class SafetensorsWeights:
     def _scan(self, path: Path, promised: set[str] | None) -> None:
         if not path.is_file():
             raise UserError(f"{path} does not exist, but the index names it; the checkpoint is incomplete")
-        _check_header(path)
+        check_header(path)
         try:
             # Nothing is read: what the names would be read as does not matter, and numpy is imported faster than torch.
             with safe_open(str(path), framework="np", device="cpu") as handle:
@@ -153,22 +139,21 @@ class SafetensorsWeights:
                 raise UserError(f'{path}: tensor "{wanted[0]}" cannot be read ({error})') from None
         return [found[name] for name in names]
 
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of one tensor."""
+        path = self._file[name]
+        try:
+            with safe_open(str(path), framework="pt", device="cpu") as handle:
+                return cast("Tensor", handle.get_slice(name)[start:stop])
+        except (SafetensorError, OSError) as error:
+            raise UserError(f'{path}: tensor "{name}" cannot be read ({error})') from None
+
 
 def _not_read(path: Path, name: str, kind: str, read: Iterable[str]) -> UserError:
     return UserError(
         f'{path}: tensor "{name}" has type {kind}; longrecall reads only {", ".join(read)}. '
         f"If the weights are quantised, {WAY_OUT}"
     )
-
-
-def _check_header(path: Path) -> None:
-    """Raise UserError when the header of a safetensors file, which is read whole, is larger than any model's."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-    if DESCRIPTION_BYTES < size < path.stat().st_size:
-        raise UserError(
-            f"{path} has a header of {format_bytes(size)}; longrecall reads at most {format_bytes(DESCRIPTION_BYTES)}"
-        )
 
 
 def _check_torch_file(path: Path) -> None:
@@ -238,6 +223,10 @@ class TorchWeights:
         """Tensors, mapped from the file."""
         return [self._tensors[name] for name in names]
 
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of one tensor, mapped from the file."""
+        return self._tensors[name][start:stop]
+
 
 def _read_index(path: Path) -> dict[str, set[str] | None]:
     weight_map = read_json(path).get("weight_map")
@@ -258,7 +247,7 @@ def _read_index(path: Path) -> dict[str, set[str] | None]:
 
 def has_weights(folder: Path) -> bool:
     """Whether a folder has a weight file of any kind that `open_weights` knows, damaged or not."""
-    return any((folder / file).exists() for file in (SAFETENSORS_INDEX, SAFETENSORS_FILE, TORCH_FILE))
+    return any((folder / file).exists() for file in (SAFETENSORS_INDEX, SAFETENSORS_FILE, TORCH_FILE, SHARDS_INDEX))
 
 
 def open_weights(folder: Path, allow_torch: bool = False) -> Weights:
@@ -275,6 +264,8 @@ def open_weights(folder: Path, allow_torch: bool = False) -> Weights:
         return SafetensorsWeights(folder, _read_index(folder / SAFETENSORS_INDEX))
     if (folder / SAFETENSORS_FILE).is_file():
         return SafetensorsWeights(folder, {SAFETENSORS_FILE: None})
+    if (folder / SHARDS_INDEX).is_file():
+        return ShardedWeights(folder)
     if (folder / TORCH_FILE).is_file():
         if allow_torch:
             return TorchWeights(folder / TORCH_FILE)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -20,6 +20,45 @@ ROW_STREAM = 4
 NOISE_STREAM = 5
 """Last part of the keys of random generators (`training.sources` and `training.data` have 1 to 3)."""
 
+ROW_ENTRIES = ("carried", "position")
+"""What an intervention keeps of each row of the batch: first parts of such names in its `state_dict`.
+
+These tensors have one entry for each row, in the first dimension. Everything else is the same in every process.
+"""
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """The rows of the batch of all processes that this process reads, and how it adds up numbers over processes.
+
+    What happens to a row depends on its number in the whole batch, never on the process that reads it, so that a run
+    goes on alike with another number of processes.
+
+    Attributes:
+        seed: of the run.
+        first: number, in the whole batch, of this process's first row.
+        add_up: returns the sum of a tensor over all processes; None = this process is alone.
+    """
+
+    seed: int
+    first: int = 0
+    add_up: Callable[[Tensor], Tensor] | None = None
+
+
+def sum_of(world: int) -> Callable[[Tensor], Tensor] | None:
+    """Return what adds up a tensor over the `world` processes of a run, in place; None for a single process."""
+    return _sum if world > 1 else None
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    torch.distributed.all_reduce(tensor)
+    return tensor
+
+
+def is_of_rows(name: str) -> bool:
+    """Whether a name in the `state_dict` of an intervention is that of a tensor with an entry for each row."""
+    return name.partition(".")[0] in ROW_ENTRIES
+
 
 class InitialState(Protocol):
     """What the trainer asks before and after every forward pass (with gradient accumulation: every micro-batch)."""
@@ -30,8 +69,13 @@ class InitialState(Protocol):
     continues: ClassVar[bool]
     """A row goes on in the text it was reading: where a document starts, the state is zero."""
 
-    def before_batch(self, text: Tensor) -> RecurrentState | None:
-        """Return the state the next batch starts from (None = zeros); `text` bool ``[B]``: the rows of running text."""
+    def before_batch(self, text: Tensor, row: Tensor | None = None) -> RecurrentState | None:
+        """Return the state the next batch starts from (None = zeros).
+
+        Args:
+            text: bool ``[B]``: the rows of running text; of N documents that are kept apart, ``[N]``.
+            row: int64 ``[N]``, ascending: the row that each document lies in; None = one sequence a row.
+        """
 
     def after_batch(self, final: RecurrentState) -> None:
         """See the state that the batch ended in (with its history of gradients)."""
@@ -62,30 +106,69 @@ def each_tensor(layers: tuple[LayerState, ...], convolution: bool) -> Iterator[t
 
 
 class RowChoice:
-    """Draws which rows of a batch get a state: seeded, new in every batch, one stream a process.
+    """Draws which rows of a batch get a state: seeded, new in every batch, one stream of numbers for each row.
 
     Args:
         recipe: gives `probability` and, where it has it, `text_only`.
-        seed, rank: of the run and of this process.
+        rows: which rows this process has.
     """
 
-    def __init__(self, recipe: AnyIntervention, seed: int, rank: int) -> None:
+    def __init__(self, recipe: AnyIntervention, rows: BatchRows) -> None:
         self._probability, self._text_only = recipe.probability, bool(getattr(recipe, "text_only", False))
-        self._seed, self._rank = seed, rank
+        self._seed, self._first = rows.seed, rows.first
         self.batches = 0
         """Batches begun."""
 
-    def draw(self, text: Tensor) -> Tensor:
-        """Return bool ``[B]`` on the CPU for the next batch, whose rows of running text are `text` (bool ``[B]``)."""
-        draws = random_generator(self._seed, self._rank, self.batches, ROW_STREAM).random(len(text))
+    def draw(self, text: Tensor, row: Tensor | None = None) -> Tensor:
+        """Return bool ``[B]`` on the CPU for the next batch; arguments as of `InitialState.before_batch`."""
+        places = _places(text, row)
+        draws: list[float] = []
+        for place in dict.fromkeys(places):
+            draws += random_generator(*self._key(place), ROW_STREAM).random(places.count(place)).tolist()
         self.batches += 1
-        chosen = torch.from_numpy(draws < self._probability)
+        chosen = torch.tensor(draws, dtype=torch.float64) < self._probability
         return chosen & text.cpu() if self._text_only else chosen
 
-    def noise_generator(self, device: torch.device) -> torch.Generator:
-        """Return the generator of the batch drawn last, on `device`."""
-        seed = random_generator(self._seed, self._rank, self.batches, NOISE_STREAM).integers(1 << 63)
-        return torch.Generator(device).manual_seed(int(seed))
+    def noise(self, text: Tensor, row: Tensor | None, chosen: Tensor) -> RowNoise:
+        """Return the noise of the batch drawn last; `chosen`: what `draw` returned for `text` and `row`."""
+        places = _places(text, row)
+        seeds = {place: random_generator(*self._key(place), NOISE_STREAM).integers(1 << 63) for place in set(places)}
+        return RowNoise(places, {place: int(seed) for place, seed in seeds.items()}, chosen.tolist())
+
+    def _key(self, place: int) -> tuple[int, int, int]:
+        return self._seed, self._first + place, self.batches
+
+
+def _places(text: Tensor, row: Tensor | None) -> list[int]:
+    return list(range(len(text))) if row is None else row.tolist()
+
+
+class RowNoise:
+    """Normal random numbers of which every row of the batch has a stream of its own; documents of a row share it.
+
+    Args:
+        places: the row of each sequence, ascending.
+        seeds: of the stream of each row.
+        chosen: which sequences need noise; the others get none, and draw none.
+    """
+
+    def __init__(self, places: Sequence[int], seeds: dict[int, int], chosen: Sequence[bool]) -> None:
+        self._places, self._seeds, self._chosen = places, seeds, chosen
+        self._generators: dict[int, torch.Generator] = {}
+
+    def like(self, empty: Tensor) -> Tensor:
+        """Return N(0, 1) numbers, at least float32, with the shape and on the device of `empty` ``[N, ...]``."""
+        wide = torch.float64 if empty.dtype == torch.float64 else torch.float32
+        noise = torch.zeros(empty.shape, device=empty.device, dtype=wide)
+        for index, (place, chosen) in enumerate(zip(self._places, self._chosen, strict=True)):
+            if chosen:
+                noise[index].normal_(generator=self._generator(place, empty.device))
+        return noise
+
+    def _generator(self, place: int, device: torch.device) -> torch.Generator:
+        if place not in self._generators:
+            self._generators[place] = torch.Generator(device).manual_seed(self._seeds[place])
+        return self._generators[place]
 
 
 def keep_rows(tensor: Tensor, keep: Tensor, other: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from longrecall.layers.mixers.base import LayerState
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 from longrecall.training.initial_states.base import (
+    BatchRows,
     RowChoice,
     clip_heads,
     each_tensor,
@@ -19,7 +20,6 @@ from longrecall.training.initial_states.base import (
     pack_layers,
     unpack_layers,
 )
-from longrecall.training.initial_states.noise import standard_normal
 from longrecall.training.recipe_states import FittedNoiseRecipe
 
 
@@ -28,30 +28,29 @@ class FittedNoise:
 
     Mean and second moment run over the final states of the batches so far, for each head of a recurrent state and each
     channel of a convolution state; the standard deviation comes from both, so it counts how batches differ from each
-    other too. Before the first final state there is nothing to fit, and the first batch starts from zero. Every process
-    fits its own: the paper asks for no reduction, the estimates of two processes differ by the sampling of their data
-    alone, and no step waits for another process.
+    other too. Before the first final state there is nothing to fit, and the first batch starts from zero. The batch is
+    that of all processes: they add up their moments, a few numbers for each head, after every batch.
     """
 
     by_row: ClassVar[bool] = False
     continues: ClassVar[bool] = False
 
-    def __init__(self, recipe: FittedNoiseRecipe, model: RecurrentLM, seed: int, rank: int) -> None:
+    def __init__(self, recipe: FittedNoiseRecipe, model: RecurrentLM, rows: BatchRows) -> None:
         self._recipe, self._model = recipe, model
-        self._rows = RowChoice(recipe, seed, rank)
+        self._rows, self._add_up = RowChoice(recipe, rows), rows.add_up
         self._seen = 0
         self._mean: tuple[LayerState, ...] | None = None
         self._second: tuple[LayerState, ...] | None = None
 
-    def before_batch(self, text: Tensor) -> RecurrentState | None:
+    def before_batch(self, text: Tensor, row: Tensor | None = None) -> RecurrentState | None:
         """Return fitted noise in the chosen rows; None before the first final state and when no row is chosen."""
-        chosen, mean, second = self._rows.draw(text), self._mean, self._second
+        chosen, mean, second = self._rows.draw(text, row), self._mean, self._second
         if mean is None or second is None:
             return None
-        generator = self._rows.noise_generator(self._model.device)
+        drawn = self._rows.noise(text, row, chosen)
 
         def fill(index: int, name: str, empty: Tensor) -> Tensor:
-            noise = standard_normal(empty, generator)
+            noise = drawn.like(empty)
             center = mean[index][name]
             # Rounding can take the variance of a nearly constant head below zero.
             deviation = (second[index][name] - center.square()).clamp(min=0).sqrt()
@@ -68,17 +67,30 @@ class FittedNoise:
         weight = self._weight()
         means: list[LayerState] = [{} for _ in final.layers]
         seconds: list[LayerState] = [{} for _ in final.layers]
-        for index, name, tensor in each_tensor(final.layers, self._recipe.convolution):
-            wide = tensor.detach() if tensor.dtype == torch.float64 else tensor.detach().float()
-            others = [dim for dim in range(wide.ndim) if dim != 1]
-            variance, mean = torch.var_mean(wide, dim=others, correction=0)
-            mean, variance = mean.double(), variance.double()
-            second = variance + mean.square()
+        for (index, name), (mean, second) in self._moments(final).items():
             if self._mean is not None and self._second is not None:
                 mean = torch.lerp(self._mean[index][name], mean, weight)
                 second = torch.lerp(self._second[index][name], second, weight)
             means[index][name], seconds[index][name] = mean, second
         self._mean, self._second = tuple(means), tuple(seconds)
+
+    def _moments(self, final: RecurrentState) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
+        """Return mean and second moment, float64 ``[H]``, of each tensor over the sequences of all processes."""
+        found = {}
+        for index, name, tensor in each_tensor(final.layers, self._recipe.convolution):
+            wide = tensor.detach() if tensor.dtype == torch.float64 else tensor.detach().float()
+            others = [dim for dim in range(wide.ndim) if dim != 1]
+            variance, mean = torch.var_mean(wide, dim=others, correction=0)
+            found[index, name] = mean.double(), variance.double() + mean.double().square()
+        if self._add_up is None or not found:
+            return found
+        # A process may have read more documents than another. One sum for all layers: each would take as long as all.
+        count = len(final.position)
+        parts = [part for both in found.values() for part in both]
+        own = torch.cat([torch.cat(parts) * count, parts[0].new_tensor([count])])
+        total = self._add_up(own)
+        joined = iter((total[:-1] / total[-1]).split([len(part) for part in parts]))
+        return {key: (next(joined), next(joined)) for key in found}
 
     def _weight(self) -> float:
         """Return the weight of the newest batch in the average of all `seen` ones.

@@ -14,7 +14,7 @@ from longrecall.layers.mixers.base import LayerState
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
-from longrecall.training.initial_states.base import RowChoice, keep_rows, takes_part
+from longrecall.training.initial_states.base import BatchRows, RowChoice, keep_rows, takes_part
 from longrecall.training.optimizer import INITIAL_STATE
 from longrecall.training.recipe_states import LearnedRecipe
 
@@ -57,9 +57,9 @@ class Learned:
     by_row: ClassVar[bool] = False
     continues: ClassVar[bool] = False
 
-    def __init__(self, recipe: LearnedRecipe, model: RecurrentLM, seed: int, rank: int) -> None:
+    def __init__(self, recipe: LearnedRecipe, model: RecurrentLM, rows: BatchRows) -> None:
         self._recipe, self._model = recipe, model
-        self._rows = RowChoice(recipe, seed, rank)
+        self._rows = RowChoice(recipe, rows)
         if recipe.freeze:
             model.requires_grad_(False)
         shapes = learned_shapes(recipe, model.config)
@@ -78,12 +78,12 @@ class Learned:
         if hasattr(self._model, INITIAL_STATE.rstrip(".")):
             delattr(self._model, INITIAL_STATE.rstrip("."))
 
-    def before_batch(self, text: Tensor) -> RecurrentState | None:
+    def before_batch(self, text: Tensor, row: Tensor | None = None) -> RecurrentState | None:
         """Return the trainable state in the chosen rows; zeros, but with its gradient, in the others.
 
         Data parallelism waits for the gradient of every parameter, so a batch without a chosen row needs one too.
         """
-        chosen = self._rows.draw(text)
+        chosen = self._rows.draw(text, row)
         zero = self._model.zero_state(len(text))
         keep = chosen.to(zero.position.device)
         layers = tuple(
@@ -113,17 +113,17 @@ class Learned:
         for name, parameter in self._parameters.items():
             parameter.copy_(tensors[name])
 
-    def save(self, path: Path, finished: RecurrentLM) -> None:
+    def save(self, path: Path, zero: RecurrentState, fingerprint: str) -> None:
         """Write the state, one row that has read nothing, for `RecurrentState.load` and ``generate --load-state``.
 
         Args:
             path: a safetensors file.
-            finished: the trained model as it was written, without handover layers; only its fingerprint opens the file.
+            zero: the zero state, of one row, of the trained model as it was written, without handover layers.
+            fingerprint: of that model, which alone opens the file.
 
         Raises:
             UserError: the place cannot be written.
         """
-        zero = finished.zero_state(1)
         layers: list[LayerState] = []
         for index, layer in enumerate(zero.layers):
             kept = dict(layer)
@@ -133,4 +133,4 @@ class Learned:
                     if key in self._parameters:
                         kept[name] = self._parameters[key].detach()[None].to(empty)
             layers.append(kept)
-        replace(zero, layers=tuple(layers)).save(path, finished.fingerprint())
+        replace(zero, layers=tuple(layers)).save(path, fingerprint)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
-from longrecall.training.initial_states.base import RowChoice, filled_state
+from longrecall.training.initial_states.base import BatchRows, RowChoice, filled_state
 from longrecall.training.recipe_states import NoiseRecipe
 
 
@@ -19,34 +19,28 @@ class Noise:
     by_row: ClassVar[bool] = False
     continues: ClassVar[bool] = False
 
-    def __init__(self, recipe: NoiseRecipe, model: RecurrentLM, seed: int, rank: int) -> None:
+    def __init__(self, recipe: NoiseRecipe, model: RecurrentLM, rows: BatchRows) -> None:
         self._recipe, self._model = recipe, model
-        self._rows = RowChoice(recipe, seed, rank)
+        self._rows = RowChoice(recipe, rows)
 
-    def before_batch(self, text: Tensor) -> RecurrentState | None:
+    def before_batch(self, text: Tensor, row: Tensor | None = None) -> RecurrentState | None:
         """Return noise in the chosen rows, or None when there is none."""
-        chosen = self._rows.draw(text)
-        generator = self._rows.noise_generator(self._model.device)
+        chosen = self._rows.draw(text, row)
+        noise = self._rows.noise(text, row, chosen)
         return filled_state(
             self._model,
             chosen,
             self._recipe.convolution,
-            lambda index, name, empty: standard_normal(empty, generator).mul_(self._recipe.std),
+            lambda index, name, empty: noise.like(empty).mul_(self._recipe.std),
         )
 
     def after_batch(self, final: RecurrentState) -> None:
         """Forget it."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the number of batches begun: noise depends on it, the seed and the process alone."""
+        """Return the number of batches begun: noise depends on it, the seed and the row alone."""
         return {"batches": torch.tensor(self._rows.batches)}
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         """Continue from `state_dict`."""
         self._rows.batches = int(tensors["batches"])
-
-
-def standard_normal(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Return N(0, 1) numbers, at least float32, with the shape and on the device of `like`."""
-    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return torch.randn(like.shape, generator=generator, device=like.device, dtype=wide)

@@ -12,6 +12,7 @@ from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 from longrecall.training.initial_states.base import (
     AttentionWindow,
+    BatchRows,
     RowChoice,
     clip_heads,
     filled_state,
@@ -34,16 +35,16 @@ class StatePassing:
     by_row: ClassVar[bool] = True
     continues: ClassVar[bool] = False
 
-    def __init__(self, recipe: StatePassingRecipe, model: RecurrentLM, seed: int, rank: int) -> None:
+    def __init__(self, recipe: StatePassingRecipe, model: RecurrentLM, rows: BatchRows) -> None:
         self._recipe, self._model = recipe, model
-        self._rows = RowChoice(recipe, seed, rank)
+        self._rows = RowChoice(recipe, rows)
         self._window = AttentionWindow(model, recipe.attention_window)
         self._carried: tuple[LayerState, ...] | None = None
         self._position = torch.zeros(0, dtype=torch.long)
 
-    def before_batch(self, text: Tensor) -> RecurrentState | None:
+    def before_batch(self, text: Tensor, row: Tensor | None = None) -> RecurrentState | None:
         """Return the passed state, or None in the first batch and when no row gets one."""
-        chosen, carried = self._rows.draw(text), self._carried
+        chosen, carried = self._rows.draw(text, row), self._carried
         if carried is None or any(t.shape[0] != len(text) for layer in carried for t in layer.values()):
             return None
         state = filled_state(

@@ -13,6 +13,7 @@ from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 from longrecall.training.initial_states.base import (
     AttentionWindow,
+    BatchRows,
     RowChoice,
     filled_state,
     keep_rows,
@@ -36,18 +37,18 @@ class TruncatedBptt:
     by_row: ClassVar[bool] = True
     continues: ClassVar[bool] = True
 
-    def __init__(self, recipe: TruncatedBpttRecipe, model: RecurrentLM, seed: int, rank: int) -> None:
+    def __init__(self, recipe: TruncatedBpttRecipe, model: RecurrentLM, rows: BatchRows) -> None:
         self._recipe, self._model = recipe, model
-        self._rows = RowChoice(recipe, seed, rank)
+        self._rows = RowChoice(recipe, rows)
         self._window = AttentionWindow(model, recipe.attention_window)
         self._carried: tuple[LayerState, ...] | None = None
         self._position = torch.zeros(0, dtype=torch.long)
         self._text: Tensor | None = None
 
-    def before_batch(self, text: Tensor) -> RecurrentState | None:
+    def before_batch(self, text: Tensor, row: Tensor | None = None) -> RecurrentState | None:
         """Return what each row of text has carried; zeros for tasks and for rows that the probability leaves out."""
         self._text = text
-        chosen, carried = self._rows.draw(text) & text.cpu(), self._carried
+        chosen, carried = self._rows.draw(text, row) & text.cpu(), self._carried
         if carried is None:
             return None
         if len(self._position) != len(text):

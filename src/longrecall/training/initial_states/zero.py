@@ -15,7 +15,7 @@ class Zero:
     by_row: ClassVar[bool] = True
     continues: ClassVar[bool] = False
 
-    def before_batch(self, text: Tensor) -> RecurrentState | None:
+    def before_batch(self, text: Tensor, row: Tensor | None = None) -> RecurrentState | None:
         """Return None."""
         return None
 

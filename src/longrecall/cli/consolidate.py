@@ -1,0 +1,36 @@
+"""`longrecall consolidate`: a checkpoint out of a saved step of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+HELP = "make a checkpoint of a training run's saved step, sharded over processes or not"
+EXAMPLE = "longrecall consolidate runs/post_train --to trained/"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        help="run.output of a recipe, whose newest complete step is taken; or a steps/step-... of it",
+    )
+    parser.add_argument(
+        "--to", required=True, metavar="OUT", help="the folder to write; complete at the end, or not there"
+    )
+    parser.add_argument("--force", action="store_true", help="replace OUT when it exists")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the checkpoint, print a few lines (or JSON), return the exit code."""
+    from longrecall.training.checkpoints import consolidate
+
+    summary = consolidate(args.run, args.to, force=args.force)
+    if args.json:
+        print(json.dumps(summary.to_dict(), indent=2))
+        return 0
+    print(summary.table())
+    print(f"wrote {args.to}")
+    return 0

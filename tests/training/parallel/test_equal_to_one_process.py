@@ -1,0 +1,114 @@
+"""Data, sharded and hybrid-sharded parallelism on real processes (gloo, CPU): the numbers are those of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from longrecall.models.byte_tokenizer import byte_tokenizer
+from longrecall.models.checkpoint import save
+from longrecall.training.recipe import Recipe
+from tests.training.conftest import tiny_model
+from tests.training.parallel import one_process
+
+WORKER = Path(__file__).with_name("worker.py")
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "copies": (2, {"initial_state": {"kind": "truncated_bptt"}}),
+    "shards": (2, {"parallel": {"shard": 2}, "initial_state": {"kind": "learned", "freeze": False}}),
+    "recomputed": (2, {"parallel": {"shard": 2}, "run": {"gradient_checkpointing": True}}),
+    "both": (4, {"parallel": {"replicate": 2, "shard": 2}}),
+}
+"""Name -> processes, and what the recipe says beside the usual."""
+
+
+def write_case(folder: Path, base: Path, text: Path, world: int, case: dict[str, Any]) -> Recipe:
+    folder.mkdir()
+    (folder / "world").write_text(str(world))
+    recipe = {
+        "model": {"checkpoint": str(base)},
+        "data": {"context_length": 32, "sources": [{"kind": "text", "path": str(text)}]},
+        # Rates at which rounding does not grow: AdamW divides a gradient that is rounding alone by itself.
+        "optimizer": {"learning_rate": 1e-3, "touched": "3x", "warmup": 2, "epsilon": 1e-6, "clip": 0.5},
+        "initial_state": {"kind": "state_passing", "probability": 0.7},
+        "parallel": case.get("parallel", {}),
+        "run": {
+            "output": "out", "steps": 5, "batch_size": 2, "gradient_accumulation": 2, "log_every": 1,
+            "report_to": "none",
+        } | case.get("run", {}),
+    } | {key: value for key, value in case.items() if key not in ("run", "parallel")}  # fmt: skip
+    (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
+    return Recipe.from_dict(recipe)
+
+
+def run_worker(*folders: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(port), *map(str, folders)],
+        env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "divides": ({"parallel": {"shard": 3}}, "shard 3 x context 1 = 3, which does not divide the 2 processes; start a"),
+    "counts": ({"parallel": {"replicate": 2, "shard": 2}}, "= 4 processes, but there are 2; start 4, or leave"),
+    "differs": ({}, "optimizer.learning_rate is 0.5 in process 1 and 0.001 in process 0; start all of them with the"),
+    "apart": ({}, "run.output out of process 1 .* is not the folder that process 0 writes to: give a path on"),
+    "missing": ({"model": {"checkpoint": "nowhere"}}, "nowhere"),
+}
+"""Name -> what the recipe says beside the usual, and a part of the line that all processes stop with."""
+
+
+def test_equal_to_one_process(tmp_path: Path, text: Path) -> None:
+    base = tmp_path / "base"
+    save(tiny_model(), base, byte_tokenizer(), [{"method": "m", "touched": ["model.layers.1.mixer.k_proj.weight"]}])
+    recipes = {name: write_case(tmp_path / name, base, text, *case) for name, case in CASES.items()}
+    for name, (case, _) in REFUSED.items():
+        write_case(tmp_path / name, base, text, 2, case)
+    other = yaml.safe_load((tmp_path / "differs" / "r.yaml").read_text())
+    other["optimizer"]["learning_rate"] = 0.5
+    (tmp_path / "differs" / "r-1.yaml").write_text(yaml.safe_dump(other))
+    (tmp_path / "apart" / "rank-1").mkdir()
+    run_worker(*(tmp_path / name for name in (*REFUSED, *CASES)))
+    for name, (world, _) in CASES.items():
+        compare(tmp_path / name, one_process.train(recipes[name], world), name)
+    for name, (_, line) in REFUSED.items():
+        found = [json.loads((tmp_path / name / f"refused-{rank}.json").read_text()) for rank in range(2)]
+        # Both have stopped, and the first one alone says why.
+        assert [refusal["told_here"] for refusal in found] == [True, False], name
+        assert all(re.search(line, refusal["line"]) for refusal in found), found
+        left = [path.name for path in (tmp_path / name).glob("out/*")]
+        assert not left, f"{name} left {left}"
+
+
+def compare(folder: Path, expected: one_process.Trained, name: str) -> None:
+    losses = [json.loads(line)["loss"] for line in (folder / "out" / "log.jsonl").read_text().splitlines()]
+    assert losses == pytest.approx(expected.losses, rel=1e-5), name
+    gradients = torch.load(folder / "gradients.pt")
+    assert len(gradients) == len(expected.gradients) == 5
+    for step, (found, wanted) in enumerate(zip(gradients, expected.gradients, strict=True)):
+        assert found.keys() == wanted.keys()
+        for key, gradient in wanted.items():
+            # float32 sums in another order, relative to the largest number of the tensor.
+            error = (found[key] - gradient).abs().max() / gradient.abs().max()
+            assert error < 1e-5, (name, step, key, error)
+    for rank, state in enumerate(expected.states):
+        found = torch.load(folder / f"state-{rank}.pt")
+        assert found.keys() == state.keys()
+        for key in state.keys() - {"batches"}:  # the one process has counted those of all
+            error = (found[key] - state[key]).abs().max() / state[key].abs().max()
+            assert error < 1e-5, (name, rank, key, error)

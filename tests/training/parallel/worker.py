@@ -1,0 +1,103 @@
+"""Runs recipes on forked processes: what torchrun does, without importing everything once more for each of them.
+
+    python worker.py FOLDER...
+
+Each folder holds `r.yaml` (or one for a process, `r-<rank>.yaml`) and `world`, the number of processes, which stand in
+that folder, or in its `rank-<rank>`. Beside the run lie ``gradients.pt``, the gradients of every step before clipping,
+and ``state-<rank>.pt``, the initial state at the end; or ``refused-<rank>.json``, if the run was refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.fsdp
+import torch.distributed.tensor
+
+from longrecall.errors import RefusedTogether
+from longrecall.training.parallel import agreement
+from longrecall.training.parallel.shard import whole
+from longrecall.training.recipe import Recipe
+from longrecall.training.run import run_recipe
+from longrecall.training.trainer import Job, RecurrentTrainer
+
+
+def train(folder: Path) -> None:
+    """Run one folder's recipe and write what the test compares."""
+    gradients: list[dict[str, torch.Tensor]] = []
+    jobs: list[Job] = []
+    original = RecurrentTrainer._clip_grad_norm
+
+    def clip(self: RecurrentTrainer, model: Any) -> Any:
+        jobs[:] = [self.job]
+        named = self.job.model.named_parameters()
+        gradients.append({name: whole(p.grad).clone() for name, p in named if p.grad is not None})
+        return original(self, model)
+
+    rank = int(os.environ["RANK"])
+    own, place = folder / f"r-{rank}.yaml", folder / f"rank-{rank}"
+    os.chdir(place if place.exists() else folder)
+    RecurrentTrainer._clip_grad_norm = clip
+    try:
+        run_recipe(Recipe.load(own if own.exists() else folder / "r.yaml"), show_progress=False)
+    except RefusedTogether as error:
+        told = {"line": str(error), "told_here": error.told_here}
+        (folder / f"refused-{rank}.json").write_text(json.dumps(told))
+        return
+    finally:
+        RecurrentTrainer._clip_grad_norm = original
+    if rank == 0:
+        torch.save(gradients, folder / "gradients.pt")
+    torch.save(jobs[0].initial.state_dict(), folder / f"state-{rank}.pt")
+
+
+def on_processes(world: int, port: int, work: Callable[[], None]) -> None:
+    """Run `work` in `world` forked processes with torchrun's variables; SystemExit when one fails."""
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if not child:
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+            os.environ |= {name: str(value) for name, value in ranks.items()}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            code = 1
+            try:
+                work()
+                torch.distributed.destroy_process_group()
+                code = 0
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(codes):
+        sys.exit(f"the processes ended with {codes}")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    agreement.PATIENCE = 0.3
+    port, folders = int(sys.argv[1]), [Path(name) for name in sys.argv[2:]]
+    worlds = {folder: int((folder / "world").read_text()) for folder in folders}
+    for offset, world in enumerate(sorted(set(worlds.values()))):
+        mine = [folder for folder in folders if worlds[folder] == world]
+
+        def work(mine: list[Path] = mine) -> None:
+            for folder in mine:
+                train(folder)
+
+        on_processes(world, port + offset, work)
+
+
+if __name__ == "__main__":
+    main()
