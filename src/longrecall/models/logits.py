@@ -1,10 +1,40 @@
-"""What some families do to the logits after the head: a multiplier, a soft cap."""
+"""The head, and what some families do to its logits: a multiplier, a soft cap."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from longrecall.layers.access import is_hooked
+from longrecall.layers.projections import is_plain
+from longrecall.models.losses import Items, next_token_loss_of_hidden
+
+
+class Head(nn.Linear):
+    """The last linear layer, hidden states to logits, which can give the loss of labels without all logits at once."""
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None, items: Items = None) -> Tensor:
+        """Hidden states ``[..., d]`` -> logits ``[..., vocab]``; with `labels`, their loss.
+
+        Labels ``[B, T]`` and `items` as for `losses.next_token_loss_of_hidden`, hidden states ``[B, T, d]``.
+        """
+        if labels is None:
+            return super().forward(hidden)
+        return next_token_loss_of_hidden(hidden, self.weight, labels, items)
+
+
+def loss_without_logits(head: nn.Module, hidden: Tensor, labels: Tensor, items: Items) -> Tensor | None:
+    """The loss of labels ``[B, T]`` straight from hidden states ``[B, T, d]``; None where it takes the logits.
+
+    Somebody may have put another module in the place of the head, or hooks on it which want to see logits. FSDP2's
+    hooks bring the weight, and want nothing but the call: it puts a class of its own over the head's.
+    """
+    if isinstance(head, Head) and head.bias is None and (type(head) is not Head or not is_hooked(head)):
+        loss: Tensor = head(hidden, labels, items)
+        return loss
+    # As transformers makes a head for another vocabulary.
+    return next_token_loss_of_hidden(hidden, head.get_parameter("weight"), labels, items) if is_plain(head) else None
 
 
 class LogitScale(NamedTuple):

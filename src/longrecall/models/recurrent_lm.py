@@ -14,14 +14,13 @@ from longrecall.layers.lending import lend_weights
 from longrecall.layers.mixers.base import LayerState, without_auxiliary_losses
 from longrecall.layers.norm import build_norm
 from longrecall.layers.passed import EMBEDDED, without_carried
-from longrecall.layers.projections import is_plain
 from longrecall.layers.tokens import TokenContext, TokenEmbedding
 from longrecall.models.captured_steps import CapturedSteps, forget_moved
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.fingerprints import fingerprint
 from longrecall.models.generation import NO_ATTENTIONS, DecodingOptions, RecurrentGeneration
-from longrecall.models.logits import LogitScale
-from longrecall.models.losses import Items, label_count, next_token_loss, next_token_loss_of_hidden, predicted_labels
+from longrecall.models.logits import Head, LogitScale, loss_without_logits
+from longrecall.models.losses import Items, label_count, next_token_loss, predicted_labels
 from longrecall.models.output import RecurrentOutput
 from longrecall.models.packed_documents import PACKED, find_fragments
 from longrecall.models.pieces import (
@@ -71,7 +70,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embeddings = cast(nn.Embedding, value)
 
-    def memory_state(self, rows: int) -> RecurrentState:
+    def _memory_state(self, rows: int) -> RecurrentState:
         """The state of so many rows from which every text begins: after the memory tokens of the model, at position 0.
 
         It is computed anew, since it changes with the weights; gradients of what is read from it reach them.
@@ -122,7 +121,9 @@ class RecurrentModel(RecurrentPreTrainedModel):
         """
         batch, length = x.shape[:2]
         if state is None and self.memory_tokens is not None:
-            state = self.memory_state(batch)
+            state = self._memory_state(batch)
+            if not length:
+                return x, state, [], []
         context = self._token_context(state, mask, ids) if context is None else context
         dtype = x.dtype
         position = x.new_zeros(batch, dtype=torch.long) if state is None else state.position
@@ -130,7 +131,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         new_layers, (x, update), hidden, losses = self._through_layers(
             stream, dtype, state, mask, counts.position, context, keep_hidden
         )
-        _, x = self.norm.of_stream(x, update, dtype)
+        _, x = self.norm(x, dtype, update=update, of_stream=True)
         if keep_hidden:
             hidden.append(x)
         x, new_layers = states_of_last(x, new_layers, self.config)
@@ -210,7 +211,7 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__(config)
         self.model = RecurrentModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.logit_scale = LogitScale(config.logits_multiplier, config.logits_soft_cap)
         self.decoding, self.captured_steps = DecodingOptions(), CapturedSteps()
         # By it transformers' Trainer knows that the first token of a row has no loss, when it counts labels.
@@ -361,9 +362,11 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         if loss_only and labels is None:
             raise ValueError("loss_only needs labels")
         scale = self.logit_scale
-        if loss_only and labels is not None and is_plain(self.lm_head) and scale.soft_cap is None:
+        if loss_only and labels is not None and scale.soft_cap is None:
             states = hidden if scale.multiplier == 1.0 else hidden * scale.multiplier
-            return None, next_token_loss_of_hidden(states, self.lm_head.weight, labels, items)
+            alone = loss_without_logits(self.lm_head, states, labels, items)
+            if alone is not None:
+                return None, alone
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = scale(
             self.lm_head(hidden[:, kept] if not isinstance(logits_to_keep, int) or logits_to_keep else hidden)
@@ -374,7 +377,12 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
     def zero_state(self, batch_size: int) -> RecurrentState:
         """The state before the first token: zeros, or what the model's memory tokens leave, on the model's device."""
         if self.model.memory_tokens is not None:
-            return self.model.memory_state(batch_size)
+            # A forward pass over no tokens: weights are there only in one.
+            nothing = torch.zeros((batch_size, 0, self.config.hidden_size), device=self.device, dtype=self.dtype)
+            start: RecurrentState = self(
+                inputs_embeds=nothing, return_dict=True, output_attentions=False
+            ).past_key_values
+            return start
         return zero_state(self.config, batch_size, self.device, self.dtype)
 
     def state_size(self) -> int:
