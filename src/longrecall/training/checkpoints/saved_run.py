@@ -37,7 +37,7 @@ _PARTIAL = re.compile(r"\.+step-\d{8}\.partial.*")
 
 FREE_TO_CHANGE = (
     "run.output", "run.save_every", "run.keep", "run.log_every", "run.threads", "run.report_to", "model.checkpoint",
-    "run.compile", "parallel.replicate", "parallel.shard", "parallel.context",
+    "run.compile", "data.workers", "parallel.replicate", "parallel.shard", "parallel.context",
 )  # fmt: skip
 """Keys of a recipe that may differ on resume: they change no number beyond the order of float sums."""
 
