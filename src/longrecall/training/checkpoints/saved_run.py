@@ -19,6 +19,7 @@ from torch import Tensor
 
 from longrecall.errors import RefusedTogether, UserError
 from longrecall.models.formats.pieces import SHARDS_INDEX, Piece, Stored, StoredTensors
+from longrecall.models.formats.shards import reason_of
 from longrecall.training.initial_states import is_of_rows
 from longrecall.training.recipe import Recipe
 
@@ -294,8 +295,7 @@ def disk_errors(what: str, last_good: str) -> Iterator[None]:
     try:
         yield
     except (UserError, OSError, SafetensorError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        line = f"cannot save {what}: {reason}; last good checkpoint: {last_good}"
+        line = f"cannot save {what}: {reason_of(error)}; last good checkpoint: {last_good}"
         if isinstance(error, RefusedTogether):
             raise RefusedTogether(line, told_here=error.told_here) from error
         raise UserError(line) from error
