@@ -38,8 +38,8 @@ VERBS = (
 """In the order in which they are used; the verb `x` lives in `longrecall.cli.x`."""
 
 _DESCRIPTION = "Give a linear-recurrent language model a bigger and better memory, and prove it."
-_AFTER_THE_FIRST = 3.0
-"""Seconds that other processes of a run wait before they say what is wrong."""
+_AFTER_THE_FIRST = 5.0
+"""Seconds that other processes than the first wait before they end, or say what is wrong."""
 _FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
@@ -120,13 +120,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
-    except RefusedTogether as error:
-        return _complain(str(error), 2) if error.told_here else 2
     except UserError as error:
-        if not first_process():
-            # Where the first process finds the same, the launcher ends this one meanwhile: the line is there once.
+        told_here = not isinstance(error, RefusedTogether) or error.told_here
+        if not (told_here and first_process()):
+            # A launcher such as torchrun ends all processes when one has failed. The first one must have said its line
+            # by then; and where others find the same by themselves, it is there once.
             time.sleep(_AFTER_THE_FIRST)
-        return _complain(str(error), 2)
+        return _complain(str(error), 2) if told_here else 2
     except BrokenPipeError:
         # The reader (head, less) has left, and has what it wanted.
         _settle_stdout()

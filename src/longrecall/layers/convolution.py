@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrecall.ops import long_convolution, short_convolution
+from longrecall.ops.execution import context
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -48,6 +49,9 @@ class ShortConvolution(nn.Module):
 
     def _transformed(self, x: Tensor, state: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         kept, history = self.weight.shape[1] - 1, None if state is None else state.transpose(1, 2)
+        if history is None and context() is not None:
+            # So that ranks exchange these inputs and no others.
+            history = x.new_zeros((x.shape[0], kept, x.shape[2]))
         # At the beginning of a text no zeros are transformed in the place of earlier inputs.
         y, inputs = long_convolution(x, self.weight.flip(1), history=history, mask=mask, grow=history is None)
         # Padding by nothing would copy all of them.

@@ -6,6 +6,7 @@ queries and keys stay in the model's dtype after their norm.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +16,10 @@ from longrecall.layers.expansion import HeadwiseExpansion
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import LinearAttentionMixer
 from longrecall.layers.projections import is_wrapped
+from longrecall.ops.borders import inputs_of_previous, state_after, state_before
 from longrecall.ops.delta_rule.expanded import EXPANDED_DELTA_RULE, expanded_delta_rule
-from longrecall.ops.execution import states_are_unread
-from longrecall.ops.padding import is_at_the_end, newest
+from longrecall.ops.execution import context, states_are_unread
+from longrecall.ops.padding import Newest, is_at_the_end, newest
 from longrecall.ops.recurrence import SHORTEST_TRITON
 from longrecall.ops.shapes import prepare_state
 
@@ -82,8 +84,16 @@ def read_and_write(
         heads[name] = other(heads[name].unflatten(-1, (layer.key_heads, -1)), x).flatten(-2)
     with torch.autocast(x.device.type, enabled=False):
         parts = {name: _heads(layer, name, y, state, expanded=expand is not None) for name, y in heads.items()}
+        last = None if mask is None else newest(mask, TAPS - 1)
+        crossing = context() is not None
+        if crossing:
+            parts = {name: _after_previous(part, last, how) for name, part in parts.items()}
         shape = (x.shape[0], beta.shape[2], layer.head_width, layer.value_width)
-        before = None if state is None else state["recurrent"]
+        before = None if state is None else prepare_state(state["recurrent"], shape, beta, torch.float32)
+        if crossing:
+            start = beta.new_zeros(shape, dtype=torch.float32) if before is None else before
+            inputs = [x for part in parts.values() for x in (part.projected, part.weight, part.taps, part.state)]
+            before = state_before(start, log_decay, beta, layer.output_weights(), *inputs)
         o, final = expanded_delta_rule(
             queries=parts["q"],
             keys=parts["k"],
@@ -91,16 +101,25 @@ def read_and_write(
             log_decay=log_decay,
             beta=beta,
             scale=layer.head_width**-0.5,
-            state=None if before is None else prepare_state(before, shape, beta, torch.float32),
+            state=before,
             weights=layer.output_weights(),
             **how,
         )
+        o, final = state_after(o, final)
         if states_are_unread():
             # Those of the convolutions are expanded once more, by launches of their own.
             return o, {"recurrent": final}
-        last = None if mask is None else newest(mask, TAPS - 1)
         after = {f"{name}_conv": part.tail(**how, newest=last) for name, part in parts.items()}
     return o, {"recurrent": final, **after}
+
+
+def _after_previous(part: Heads, last: Newest | None, how: dict[str, Any]) -> Heads:
+    """`part` with the inputs of its convolution before this rank's piece. `last`: where its own last inputs lie."""
+    if last is None:
+        return replace(part, state=inputs_of_previous(part.tail(**how), part.state))
+    part = replace(part, state=state_before(part.state, part.projected))
+    projected, _ = state_after(part.projected, part.tail(**how, newest=last))
+    return replace(part, projected=projected)
 
 
 def _heads(layer: LinearAttentionMixer, name: str, y: Tensor, state: LayerState | None, expanded: bool) -> Heads:

@@ -13,6 +13,7 @@ from longrecall.layers.descriptions.moe import MoEConfig
 from longrecall.layers.experts import Experts
 from longrecall.layers.mixers.base import AUXILIARY_LOSS
 from longrecall.layers.projections import is_plain
+from longrecall.ops.borders import sum_of_pieces
 
 
 class MixtureOfExperts(nn.Module):
@@ -133,10 +134,11 @@ def balance_loss(shares: Tensor, chosen: Tensor, real: Tensor | None = None) -> 
     """E * sum_e f_e P_e: of shares ``[T, E]``, chosen experts ``[T, k]`` and which tokens count, bool ``[T]``.
 
     Equations 4 to 6 of Fedus et al. 2021; k when all experts are used alike, and larger the more they differ.
+    In a piece of a sequence it is the loss of all pieces, with the gradient of this rank's part.
     """
     counted = shares.new_ones(len(shares)) if real is None else real.to(shares.dtype)
-    total = counted.sum().clamp(min=1)
     sent = shares.new_zeros(shares.shape[1])
-    sent = sent.scatter_add(0, chosen.flatten(), counted.repeat_interleave(chosen.shape[1])) / total
-    mean = (shares * counted[:, None]).sum(0) / total
+    sent = sent.scatter_add(0, chosen.flatten(), counted.repeat_interleave(chosen.shape[1]))
+    total = sum_of_pieces(counted.sum()).clamp(min=1)
+    sent, mean = sum_of_pieces(sent) / total, sum_of_pieces((shares * counted[:, None]).sum(0)) / total
     return shares.shape[1] * (sent * mean).sum()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from longrecall.layers.stepping.cache import PADDING_POSITION
 
@@ -67,9 +68,16 @@ def attend(
 
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """q ``[B, T, H, P]``, k, v ``[B, T, G, P]``: every token to itself and those before it, in one piece."""
+    """q ``[B, T, H, P]``, k, v ``[B, S, G, P]``: every token to itself and those before it, in one piece.
+
+    The queries are those of the last T keys.
+    """
     q, k, v = (y.transpose(1, 2) for y in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
+    if q.shape[2] != k.shape[2]:
+        mask: Any = causal_lower_right(q.shape[2], k.shape[2])
+        found: Tensor = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped, scale=scale)
+        return found.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped, scale=scale).transpose(1, 2)
 
 

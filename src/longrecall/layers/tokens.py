@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from longrecall.layers.descriptions.base import MixerConfig
 from longrecall.layers.rotary import token_positions
+from longrecall.ops import execution
+from longrecall.ops.neighbours import all_columns
 from longrecall.ops.projections.embedding import look_up
 
 NO_TOKEN = -1
@@ -58,6 +60,19 @@ class SegmentMemory(Protocol):
         """All that the layer keeps, with the embeddings ``[B, T, d]`` of this segment added."""
 
 
+class PieceOfSegment(NamedTuple):
+    """Where this rank's piece lies in a segment that is cut over ranks (context parallelism)."""
+
+    columns: int
+    """Columns of the whole segment."""
+    first: int
+    """The column of the segment with which the piece begins."""
+    before: Tensor
+    """int64 ``[B]``: real tokens of the segment before the piece."""
+    embedded: Tensor | None
+    """``[B, T, d]``, what `embed` gives for the piece, when the segment is the first and has no padding."""
+
+
 @dataclass(frozen=True)
 class TokenContext:
     """What a layer may look up while it reads a segment: every token of its row so far, the segment's own included.
@@ -70,6 +85,8 @@ class TokenContext:
         embedded: ``[B, S, d]``, what `embed` gives for `ids`, when this segment is the first: nothing was read before.
         memory: where what was read before is kept instead, in segments of fixed shapes; `ids` and `embedded` are then
             those of the segment alone, of which the last may be padding in all rows.
+        piece: where a rank reads no more than a piece of the segment; `ids` are those of the whole segment then, and
+            nothing is in `embedded`.
     """
 
     ids: Tensor
@@ -78,6 +95,7 @@ class TokenContext:
     lookup: Callable[[Tensor], Tensor]
     embedded: Tensor | None
     memory: SegmentMemory | None = None
+    piece: PieceOfSegment | None = None
 
     @classmethod
     def read(
@@ -91,12 +109,36 @@ class TokenContext:
             mask: bool ``[B, T]``, False = padding, which is left out; None = all are real.
         """
         earlier = ids.new_zeros((ids.shape[0], 0), dtype=torch.int32) if earlier is None else earlier
+        if (group := execution.context()) is not None:
+            return cls._of_a_piece(earlier, ids, mask, lookup, group.rank)
         before = (earlier != NO_TOKEN).sum(1)
         joined = _append(earlier, before, ids.to(torch.int32), mask)
         context = cls(joined, before, earlier.shape[1], lookup, None)
         if earlier.shape[1]:
             return context
         return cls(joined, before, 0, lookup, context.embed(joined))
+
+    @classmethod
+    def _of_a_piece(
+        cls, earlier: Tensor, ids: Tensor, mask: Tensor | None, lookup: Callable[[Tensor], Tensor], rank: int
+    ) -> TokenContext:
+        """As `read`, for this rank's piece of the segment."""
+        every, first = all_columns(ids.to(torch.int32)), rank * ids.shape[1]
+        before = (earlier != NO_TOKEN).sum(1)
+        if mask is None:
+            context = cls(_append(earlier, before, every, None), before, earlier.shape[1], lookup, None)
+            embedded = None if earlier.shape[1] else context.embed(ids)
+            own = PieceOfSegment(every.shape[1], first, torch.full_like(before, first), embedded)
+        else:
+            real = all_columns(mask)
+            context = cls(_append(earlier, before, every, real), before, earlier.shape[1], lookup, None)
+            own = PieceOfSegment(every.shape[1], first, real[:, :first].sum(1), None)
+        return replace(context, piece=own)
+
+    @property
+    def columns_before(self) -> int:
+        """A token in column i of what a layer reads now has this position + i at most."""
+        return self.earlier + (0 if self.piece is None else self.piece.first)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings of `ids` (-1 stands for any token) ``[..., d]``, each scaled to mean square 1.
@@ -110,7 +152,8 @@ class TokenContext:
 
     def finished(self, chunk: int, length: int, mask: Tensor | None) -> Tensor:
         """Chunks of `chunk` tokens that end before each token of the segment: int64 ``[B, T]`` for T = `length`."""
-        return token_positions(self.before, length, mask) // chunk
+        before = self.before if self.piece is None else self.before + self.piece.before
+        return token_positions(before, length, mask) // chunk
 
 
 def token_argument(config: MixerConfig, context: TokenContext | None) -> dict[str, TokenContext | None]:

@@ -8,13 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longrecall.ops.borders import sum_of_pieces
+
 Items = Tensor | int | None
 """What a sum of cross-entropies is divided by; None = how many labels it has."""
 
 
 def label_count(labels: Tensor) -> Tensor:
-    """How many positions of labels ``[B, T]`` have a loss (int64): the first of a row is predicted by nothing."""
-    return (labels[:, 1:] != -100).sum()
+    """How many positions of labels ``[B, T]`` have a loss (int64): the first of a row is predicted by nothing.
+
+    In a piece of a sequence it is the number in all pieces.
+    """
+    return sum_of_pieces((labels[:, 1:] != -100).sum())
 
 
 def predicted_labels(labels: Tensor, mask: Tensor, items: Items) -> tuple[Tensor, Items]:
@@ -24,7 +29,7 @@ def predicted_labels(labels: Tensor, mask: Tensor, items: Items) -> tuple[Tensor
     -100. Whoever counted `items` counted them too: the number shrinks by the share of this batch's labels that goes, so
     that the loss keeps its scale.
     """
-    kept = torch.cat([labels[:, :1], labels[:, 1:].masked_fill(~mask[:, :-1], -100)], dim=1)
+    kept = torch.cat([labels[:, :1], labels[:, 1:].masked_fill(~mask[:, : labels.shape[1] - 1], -100)], dim=1)
     if items is None:
         return kept, None
     counted, given = label_count(kept), label_count(labels)
@@ -37,9 +42,13 @@ def next_token_loss(logits: Tensor, labels: Tensor, items: Items = None) -> Tens
 
     A batch without any label has loss 0, not NaN. `items`: labels of a larger batch, of which these are a part; then
     the sum is divided by it, and the losses of all parts add up to the mean.
+
+    In a piece of a sequence there is a label more than there are logits, which the last logits predict
+    (`pieces.with_next_label`). The loss is then that of all pieces, on every rank. Its gradient is that of this
+    rank's part: gradients of parameters, added up over the ranks, are those of the whole sequence.
     """
     targets = labels[:, 1:].flatten()
-    predictions = logits[:, :-1].flatten(0, 1)
+    predictions = logits[:, : labels.shape[1] - 1].flatten(0, 1)
     predictions = predictions if predictions.dtype == torch.float64 else predictions.float()
     total = F.cross_entropy(predictions, targets, ignore_index=-100, reduction="sum")
     return _divided(total, labels, items)
@@ -51,7 +60,7 @@ def next_token_loss_of_hidden(hidden: Tensor, weight: Tensor, labels: Tensor, it
     On a GPU with Liger-Kernel installed (extra `gpu`) its fused kernel works through the tokens in chunks. Elsewhere
     the logits of labelled positions alone are formed.
     """
-    targets, states = labels[:, 1:].flatten(), hidden[:, :-1].flatten(0, 1)
+    targets, states = labels[:, 1:].flatten(), hidden[:, : labels.shape[1] - 1].flatten(0, 1)
     fused = _fused() if hidden.is_cuda and hidden.dtype != torch.float64 else None
     if fused is not None:
         if torch.is_autocast_enabled("cuda"):
@@ -66,6 +75,7 @@ def next_token_loss_of_hidden(hidden: Tensor, weight: Tensor, labels: Tensor, it
 
 
 def _divided(total: Tensor, labels: Tensor, items: Items) -> Tensor:
+    total = sum_of_pieces(total)
     if items is None:
         return total / label_count(labels).clamp(min=1)
     return total / (items.to(total.device) if isinstance(items, Tensor) else items)

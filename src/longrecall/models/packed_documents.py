@@ -7,13 +7,14 @@ one before ended.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrecall.ops.packing import check_boundaries, document_mask, unpack
+from longrecall.ops.execution import context
+from longrecall.ops.packing import check_boundaries
 
 
 def find_documents(
@@ -57,15 +58,59 @@ def find_documents(
     return F.pad(first, (0, 1), value=rows * columns)
 
 
-def apart(x: Tensor, ids: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Rows of documents side by side -> one document a row, and which of its tokens are real.
+class Fragments(NamedTuple):
+    """N documents that lie side by side, with a row for each.
 
-    x ``[B, T, d]``, ids ``[B, T]``, `cu_seqlens` ``[N + 1]`` -> ``[N, L, d]``, ``[N, L]``, bool ``[N, L]``. ValueError:
-    boundaries that do not increase from 0 to B * T.
+    Where rows are cut over ranks, it is this rank's part of them: nothing but padding for those that others hold.
     """
-    check_boundaries(cu_seqlens, x.shape[0] * x.shape[1])
-    ids = None if ids is None else unpack(ids.reshape(1, -1), cu_seqlens)
-    return unpack(x.reshape(1, -1, x.shape[-1]), cu_seqlens), ids, document_mask(cu_seqlens)
+
+    mask: Tensor
+    """bool ``[N, L]``: which are tokens, padding behind them; L is the same on all ranks."""
+    document: Tensor
+    """int64 ``[B * T]``: the row of every column, one row ``[T]`` after the other."""
+    column: Tensor
+    """int64 ``[B * T]``: and the column in it."""
+    longest: int
+    """Tokens of the longest document."""
+
+    def apart(self, x: Tensor) -> Tensor:
+        """``[B, T, ...]`` -> ``[N, L, ...]``, zeros in the place of padding."""
+        rows = x.new_zeros((*self.mask.shape, *x.shape[2:]))
+        return rows.index_put((self.document, self.column), x.flatten(0, 1))
+
+    def together(self, x: Tensor, rows: int) -> Tensor:
+        """The inverse: ``[N, L, ...]`` -> ``[B, T, ...]`` with B = `rows`."""
+        side_by_side: Tensor = x[self.document, self.column].unflatten(0, (rows, -1))
+        return side_by_side
+
+
+def find_fragments(cu_seqlens: Tensor, rows: int, length: int) -> Fragments:
+    """Cut documents at the borders of a rank's piece ``[B, T]`` of its rows, or take whole documents of whole rows.
+
+    Args:
+        cu_seqlens: int ``[N + 1]``, their boundaries in the whole rows, one after the other; none lies in two rows.
+        rows, length: B and T.
+
+    Raises:
+        ValueError: boundaries that do not increase from 0 to B * T, times the ranks that share the rows.
+    """
+    group = context()
+    rank, world = (0, 1) if group is None else (group.rank, group.world)
+    whole = world * length
+    check_boundaries(cu_seqlens, rows * whole)
+    boundaries = cu_seqlens.long()
+    row = boundaries[:-1] // whole
+    begin, end = boundaries[:-1] - row * whole, boundaries[1:] - row * whole
+    # [W, N]: where each document begins and ends in the piece of each rank.
+    starts = torch.arange(world, device=boundaries.device)[:, None] * length
+    first, last = (edge - starts for edge in (begin, end))
+    first, last = first.clamp(0, length), last.clamp(0, length)
+    counts = last - first
+    own = counts[rank]
+    document = torch.repeat_interleave(torch.arange(len(own), device=own.device), own)
+    column = torch.arange(rows * length, device=own.device) - (own.cumsum(0) - own)[document]
+    mask = torch.arange(int(counts.max()), device=own.device) < own[:, None]
+    return Fragments(mask, document, column, int((end - begin).max()))
 
 
 def _begins(places: Tensor, before: Tensor, kind: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -22,14 +23,20 @@ from longrecall.models.generation import NO_ATTENTIONS, DecodingOptions, Recurre
 from longrecall.models.logits import LogitScale
 from longrecall.models.losses import Items, label_count, next_token_loss, next_token_loss_of_hidden, predicted_labels
 from longrecall.models.output import RecurrentOutput
-from longrecall.models.packed_documents import apart, find_documents
+from longrecall.models.packed_documents import find_fragments
+from longrecall.models.pieces import (
+    agreed_mask,
+    count_tokens,
+    find_all_documents,
+    states_of_last,
+    with_next_label,
+)
 from longrecall.models.pretrained import RecurrentPreTrainedModel
 from longrecall.models.recurrent_layer import RecurrentLayer as RecurrentLayer
 from longrecall.models.sizes import norm_config
 from longrecall.models.state import RecurrentState, zero_state
 from longrecall.models.token_ids import check_range, embedded
-from longrecall.ops.execution import as_states_are_read_now
-from longrecall.ops.packing import pack
+from longrecall.ops.execution import as_states_are_read_now, with_context
 
 
 class RecurrentModel(RecurrentPreTrainedModel):
@@ -67,7 +74,11 @@ class RecurrentModel(RecurrentPreTrainedModel):
         It is computed anew, since it changes with the weights; gradients of what is read from it reach them.
         """
         assert self.memory_tokens is not None
-        x = self.memory_tokens[None]
+        # Every rank reads all of them: they come before the first piece of a text that is cut over ranks.
+        with with_context(None):
+            return self._after_memory_tokens(self.memory_tokens[None], rows)
+
+    def _after_memory_tokens(self, x: Tensor, rows: int) -> RecurrentState:
         position = torch.full((1,), -x.shape[1], dtype=torch.long, device=x.device)
         context = None
         if any(cast(RecurrentLayer, layer).mixer_config.reads_tokens for layer in self.layers):
@@ -112,17 +123,17 @@ class RecurrentModel(RecurrentPreTrainedModel):
         context = self._token_context(state, mask, ids) if context is None else context
         dtype = x.dtype
         position = x.new_zeros(batch, dtype=torch.long) if state is None else state.position
-        stream = self.stream_of(x)
+        stream, counts = self.stream_of(x), count_tokens(length, mask)
         new_layers, (x, update), hidden, losses = self._through_layers(
-            stream, dtype, state, mask, position, context, keep_hidden
+            stream, dtype, state, mask, position + counts.before, context, keep_hidden
         )
         _, x = self.norm.of_stream(x, update, dtype)
         if keep_hidden:
             hidden.append(x)
-        read = length if mask is None else mask.sum(1)
-        columns = length + (0 if state is None else state.length)
+        x, new_layers = states_of_last(x, new_layers, self.config)
+        columns = counts.columns + (0 if state is None else state.length)
         kept = None if context is None else context.ids
-        return x, RecurrentState(tuple(new_layers), position + read, columns, kept), hidden, losses
+        return x, RecurrentState(tuple(new_layers), position + counts.total, columns, kept), hidden, losses
 
     def _through_layers(
         self,
@@ -289,18 +300,26 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
                 )
             mask = attention_mask[:, -columns:].bool()
             mask = None if bool(mask.all()) else mask
+        arguments = {"labels": labels, "past_key_values": past_key_values, "cu_seqlens": cu_seqlens}
+        mask = agreed_mask(x, mask, arguments | {"attention_mask": attention_mask})
         if cu_seqlens is None:
-            cu_seqlens = find_documents(rows, columns, mask, position_ids, kwargs)
+            cu_seqlens = find_all_documents(rows, columns, mask, position_ids, kwargs)
         elif rows != 1 or mask is not None:
             raise ValueError("cu_seqlens packs documents into one row without padding: B must be 1 and no mask given")
         items = num_items_in_batch
+        labels = None if labels is None else with_next_label(labels)
         if labels is not None and mask is not None:
             labels, items = predicted_labels(labels, mask, items)
+        documents = None
         if cu_seqlens is not None:
-            x, input_ids, mask = apart(x, input_ids, cu_seqlens)
+            documents = find_fragments(cu_seqlens, rows, columns)
+            x, mask = documents.apart(x), documents.mask
+            input_ids = None if input_ids is None else documents.apart(input_ids)
         hidden, state, streams, losses = self.model(x, past_key_values, mask, bool(output_hidden_states), input_ids)
-        if cu_seqlens is not None:
-            hidden, *streams = (pack(x, cu_seqlens).view(rows, columns, -1) for x in (hidden, *streams))
+        if documents is not None:
+            hidden, *streams = (documents.together(x, rows) for x in (hidden, *streams))
+            before = 0 if past_key_values is None else past_key_values.length
+            state = replace(state, length=before + documents.longest)
         try:
             logits, loss = self._logits_and_loss(hidden, labels, logits_to_keep, loss_only, items)
         except IndexError:

@@ -23,12 +23,15 @@ import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from longrecall.errors import UserError
+
+if TYPE_CHECKING:
+    from longrecall.context.group import ContextGroup, RowPieces
 
 BACKEND, GLUON, EARLY = "LONGRECALL_BACKEND", "LONGRECALL_GLUON", "LONGRECALL_EARLY"
 
@@ -41,6 +44,30 @@ class Padding:
     """bool ``[B, T]``: True for the first tokens of each row, False for the rest."""
     kept: dict[Any, Any] = field(default_factory=dict)
     """What follows from the mask, computed once for all layers."""
+
+
+class Kept:
+    """What a part of the model that runs twice received from the rank before, for its second run (checkpointing)."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.replays = False
+        """Whether this is not the first run."""
+        self.place = 0
+
+    def begin(self) -> None:
+        """A run begins."""
+        self.replays, self.place = bool(self.tensors), 0
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """Keep what the first run received; returns it."""
+        self.tensors.append(tensor.detach())
+        return tensor
+
+    def next(self) -> Tensor:
+        """What the first run received at this place."""
+        self.place += 1
+        return self.tensors[self.place - 1].clone()
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +86,12 @@ class Execution:
     """Columns of caches hold the tokens of a row one after the other, the same in all rows, with padding behind."""
     choices: list[Any] | None = None
     """The list to which every choice of a backend is added, while plain torch runs instead; None = no list."""
+    context: ContextGroup | None = None
+    """The ranks over which every sequence is cut (context parallelism); None = sequences are whole."""
+    row_pieces: RowPieces | None = None
+    """Where the pieces of sequences lie among rows that are documents; None = every row is a piece of one sequence."""
+    kept: Kept | None = None
+    """What a part of the model that runs twice has received; None = it runs once."""
 
 
 PLAIN = Execution()
@@ -110,16 +143,50 @@ def states_are_unread() -> bool:
 
 
 def as_states_are_read_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, for later calls (in a checkpoint's backward) under the promise of `unread_states` that holds now."""
+    """`function`, for later calls (in a checkpoint's backward) under what holds now of states and where they are.
+
+    That is the promise of `unread_states` and the context group. A backward runs in other threads, and outside of the
+    blocks that hold now.
+    """
     if torch.compiler.is_compiling():
         return function
-    unread = _current.get().unread_states
+    now = _current.get()
+    fields: dict[str, Any] = {"unread_states": now.unread_states}
+    if now.context is not None:
+        fields |= {"context": now.context, "row_pieces": now.row_pieces, "kept": Kept()}
 
     def call(*args: Any) -> Any:
-        with _with(unread_states=unread):
+        if (kept := fields.get("kept")) is not None:
+            kept.begin()
+        with _with(**fields):
             return function(*args)
 
     return call
+
+
+def with_context(group: ContextGroup | None) -> contextlib.AbstractContextManager[None]:
+    """Inside, sequences are cut over `group`; None = they are whole (`longrecall.context.context_parallel`)."""
+    return _with(context=group)
+
+
+def context() -> ContextGroup | None:
+    """The ranks over which sequences are cut now; None = they are whole, and always under torch.compile."""
+    return current().context
+
+
+def with_row_pieces(pieces: RowPieces | None) -> contextlib.AbstractContextManager[None]:
+    """Inside, rows are documents and pieces of sequences lie among them (`longrecall.context.row_pieces`)."""
+    return _with(row_pieces=pieces)
+
+
+def row_pieces() -> RowPieces | None:
+    """Where pieces of sequences lie among rows that are documents; None = every row is one."""
+    return current().row_pieces
+
+
+def kept() -> Kept | None:
+    """What the part of the model that runs now received in its first run; None = it runs once."""
+    return current().kept
 
 
 def columns_in_order() -> contextlib.AbstractContextManager[None]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longrecall.ops.backends import CHUNKED, REFERENCE, Inputs, Op
+from longrecall.ops.borders import state_after, state_before
 from longrecall.ops.packing import check_boundaries, pack, unpack
 from longrecall.ops.products import product_dtype
 from longrecall.ops.shapes import accumulation_dtype, prepare_state
@@ -57,6 +58,7 @@ def run(
     q, padded = tensors["q"], tensors["v"]
     dtype = accumulation_dtype(*tensors.values(), initial_state, mixing)
     state = prepare_state(initial_state, (padded.shape[0], *state_shape), v, dtype)
+    state = state_before(state, *tensors.values(), mixing)
     inputs = tensors if mixing is None else {**tensors, "mixing": mixing}
     chosen = op.chosen({**inputs, "state": state}, backend)
     if chosen in op.plain:
@@ -68,5 +70,5 @@ def run(
         out, final = (
             op.functions[chosen](**inputs, scale=scale, state=state, **options) if padded.numel() else (padded, state)
         )
-    out = out.to(v.dtype)
+    out, final = state_after(out.to(v.dtype), final)
     return (out if cu_seqlens is None else pack(out, cu_seqlens)), final

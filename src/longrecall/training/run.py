@@ -42,7 +42,7 @@ from longrecall.training.data import BatchStream
 from longrecall.training.initial_states import Learned, make_initial_state, sum_of
 from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch, write_result
 from longrecall.training.parallel.agreement import check_same_run, check_shared_folder
-from longrecall.training.parallel.launcher import check_devices, launched, on_cpu, without_launcher, world_size
+from longrecall.training.parallel.launcher import apart_from_launcher, check_devices, launched, on_cpu, world_size
 from longrecall.training.parallel.place import Place, make_place, naming_the_dead
 from longrecall.training.parallel.shard import own_rows, shard_model
 from longrecall.training.recipe import Recipe
@@ -80,16 +80,18 @@ def run_recipe(
             infinite; no space left while saving (earlier checkpoints stay); a resume with another recipe, or with a
             number of processes that cannot share the rows of a batch.
     """
-    with _threads(recipe.run.threads), ExitStack() as launcher:
-        recipe, output = launched(recipe, world_size()), expand_home(recipe.run.output)
+    output = expand_home(recipe.run.output)
+    with _threads(recipe.run.threads), apart_from_launcher() as said:
         if dry_run:
+            recipe = launched(recipe, world_size(), said)
             source, tokenizer = _source(recipe, output)
             stream = BatchStream(recipe.data, tokenizer, recipe.run.batch_size, continued=recipe.continues)
             return plan(recipe, source, 1, stream, output / FINAL_FOLDER, dry_run=True)
-        launcher.enter_context(without_launcher())
         if torch.cuda.is_available() and not on_cpu():
             check_devices(torch.cuda.device_count())
         arguments = _arguments(recipe, output)
+        with Place(arguments.process_index, arguments.world_size).together():
+            recipe = launched(recipe, arguments.world_size, said)
         place = make_place(recipe.parallel, arguments.process_index, arguments.world_size, arguments.device)
         check_same_run(place, recipe.to_dict(), resume=resume, force=force, version=__version__)
         with place.together():

@@ -29,7 +29,7 @@ from tests.ops.gluon_emulation.hazards import Hazard, Names
 from tests.ops.gluon_emulation.language import language
 from tests.ops.gluon_emulation.memory import NOBODY, Chain, Memory, Pointer
 from tests.ops.gluon_emulation.registers import Scalar, scalars
-from tests.ops.gluon_emulation.shared import Traffic
+from tests.ops.gluon_emulation.shared import Shared, Traffic
 
 __all__ = ["Hazard", "execute", "install", "load"]
 
@@ -80,7 +80,9 @@ class _Machine:
         self.chain = Chain(early)
         self.program, self.programs, self.traffic = [0, 0, 0], [1, 1, 1], Traffic()
         self.modules: dict[str, Any] = language(self.traffic, self.chain, self.program, self.programs)
-        self.modules[f"{PACKAGE}.kernels.gluon"] = Names("gluon", gluon_kernel=functools.partial(_Kernel, self))
+        ours = {"gluon_kernel": functools.partial(_Kernel, self), "async_load": self.traffic.copy}
+        ours |= {"barrier": self.traffic.barrier, "reinterpret": Shared.reinterpret}
+        self.modules[f"{PACKAGE}.kernels.gluon"] = Names("gluon", **ours)
 
     def module(self, name: str) -> Any:
         known = f"{PACKAGE}.{name}"

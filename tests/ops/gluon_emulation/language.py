@@ -104,7 +104,6 @@ def language(traffic: Traffic, chain: Chain, program: list[int], programs: list[
         join=lambda a, b: torch.stack((a, b), -1),
         split=lambda x: x.unbind(-1),
         convert_layout=lambda x, layout, assert_trivial=False: x.clone(),
-        thread_barrier=traffic.barrier,
         allocate_shared_memory=traffic.allocate,
         inline_asm_elementwise=_assembly,
         load=Pointer.load,
@@ -112,7 +111,7 @@ def language(traffic: Traffic, chain: Chain, program: list[int], programs: list[
     )
     copies = Names(
         "async_copy",
-        async_copy_global_to_shared=traffic.copy, commit_group=traffic.commit, wait_group=traffic.wait,
+        commit_group=traffic.commit, wait_group=traffic.wait,
     )  # fmt: skip
     ampere = {"async_copy": copies, "mma_v2": _small_product}
     hopper = {

@@ -56,7 +56,7 @@ class Shared:
     def reshape(self, shape: list[int]) -> Shared:
         return self._view("view", shape)
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], _: Any) -> Shared:
+    def reinterpret(self, dtype: torch.dtype, shape: list[int], _: Any) -> Shared:
         if dtype != self.numbers.dtype:
             raise NotImplementedError("memory read as another dtype is not emulated")
         return self.reshape(shape)

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
-from longrecall.ops.kernels.gluon import gluon_kernel
+from longrecall.ops.kernels.gluon import async_load, barrier, gluon_kernel
 
 SIZE = gl.constexpr(64)
 TILE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
@@ -30,8 +30,8 @@ def send(ring, slot, a, b, n, T, chunks):
     column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, ROWS))[None, :]
     if n < chunks:
         place = (n * SIZE + row) * SIZE + column
-        async_copy.async_copy_global_to_shared(ring[0].index(slot), a + place, mask=n * SIZE + row < T)
-        async_copy.async_copy_global_to_shared(ring[1].index(slot), b + place, mask=n * SIZE + row < T)
+        async_load(ring[0].index(slot), a + place, mask=n * SIZE + row < T)
+        async_load(ring[1].index(slot), b + place, mask=n * SIZE + row < T)
     async_copy.commit_group()
 
 
@@ -47,7 +47,7 @@ def sums_kernel(a, b, out, T, chunks):
     for n in range(chunks):
         async_copy.wait_group(0)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         left, right = ring[0].index(slot), ring[1].index(slot)
         total = warpgroup_mma(left.permute((1, 0)), right, total, is_async=True)
         slot = 1 - slot
@@ -91,7 +91,7 @@ def test_the_kernel_as_it_is() -> None:
         ("async_copy.wait_group(0)", "async_copy.wait_group(1)", "a product of what a copy that has not been waited"),
         ("    async_copy.commit_group()", "    pass", "a product of what a copy that has not been waited for"),
         ("        fence_async_shared()", "        pass", "a product of what was written, before a fence"),
-        ("        gl.thread_barrier()", "        pass", "a product of what was written, before a barrier"),
+        ("        barrier()", "        pass", "a product of what was written, before a barrier"),
         ("        slot = 1 - slot", "        pass", "a copy where a product reads that has not been waited for"),
         ("wait(0, deps=[total])", "wait(1, deps=[total])", "a copy where a product reads"),
         ("total = warpgroup_mma_wait(0, ", "warpgroup_mma_wait(0, ", "a product's result is used that has not been"),
@@ -106,7 +106,7 @@ def test_the_kernel_as_it_is() -> None:
          "a load where a copy is on its way"),
         ("    for n in range(chunks):", "    left = ring[0].index(0)\n    left.store(total.to(gl.bfloat16))\n"
          "    for n in range(chunks):", "a store where a copy is on its way"),
-        ("        gl.thread_barrier()", "        ring[0].index(slot).load(ROWS)\n        gl.thread_barrier()",
+        ("        barrier()", "        ring[0].index(slot).load(ROWS)\n        barrier()",
          "a load of what a copy brought, before a barrier"),
         ("range(chunks)", "range(chunks - 1)", "copies that nobody has waited for"),
         ("b + place, mask=n * SIZE + row < T", "b + place, mask=n * SIZE + row <= T",

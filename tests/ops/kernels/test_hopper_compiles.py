@@ -1,4 +1,4 @@
-"""The kernels in Gluon compile for Hopper without a GPU, where the Triton they are written for is installed.
+"""The kernels in Gluon compile for Hopper without a GPU: with the installed Triton, and slowly with every release.
 
 In a process of their own: where there is no GPU, the tests' Triton interprets, also what Gluon is made of.
 """
@@ -10,23 +10,18 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("triton")
-
-from longrecall.ops.decoding.hopper import recurrence as decoding
-from longrecall.ops.kernels import hopper
-from longrecall.ops.kernels.dependent_launch import PREFETCHING
+ROOT = Path(__file__).parents[3]
+RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+"""Every release of Triton that the kernels serve, the newest last; add one when it appears."""
 
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that a program can have on Hopper."""
-
-
-HEADS = {"KEY_HEADS": 64, "STATE_HEADS": 64, "SUBHEADS": 8, "VALUE_HEADS": 8}
-SHARED_KEYS = {"KEY_HEADS": 4, "STATE_HEADS": 8, "SUBHEADS": 2, "VALUE_HEADS": 4}
-SINGLE = {"KEY_HEADS": 1, "STATE_HEADS": 1, "SUBHEADS": 1, "VALUE_HEADS": 1}
 
 TYPES = {
     **dict.fromkeys(("beta", "weights", "cumulative", "log_decay", "d_beta", "d_decay", "d_weights"), "*fp32"),
@@ -38,113 +33,148 @@ TYPES = {
 }
 """Types of arguments that are no bfloat16 tensors."""
 
+HEADS = {
+    "own keys": {"KEY_HEADS": 64, "STATE_HEADS": 64, "SUBHEADS": 8, "VALUE_HEADS": 8},
+    "shared keys": {"KEY_HEADS": 4, "STATE_HEADS": 8, "SUBHEADS": 2, "VALUE_HEADS": 4},
+    "single": {"KEY_HEADS": 1, "STATE_HEADS": 1, "SUBHEADS": 1, "VALUE_HEADS": 1},
+}
 
-def compiled(module: str, name: str, constants: dict[str, Any], warps: int) -> dict[str, int]:
-    """Shared memory in bytes and products of a kernel compiled for compute capability 9.0.
 
-    Addresses are aligned to 16 bytes; `module` is a path in `longrecall.ops`.
-    """
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, json.dumps([module, name, constants, warps])]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+@dataclass(frozen=True)
+class Case:
+    """A kernel, its constants and what must come out."""
+
+    name: str
+    """A path in `longrecall.ops`, then the kernel."""
+    constants: dict[str, Any]
+    warps: int = 8
+    products: int | None = None
+    """Instructions that start a product of warp groups."""
+    most_shared: int = SHARED_MEMORY
+    least_shared: int = 0
+    quick: bool = field(default=False)
+    """Compiled in the default suite too."""
+
+
+def cases() -> list[Case]:
+    """All that is compiled."""
+    from longrecall.ops.decoding.hopper import recurrence as decoding
+    from longrecall.ops.kernels.dependent_launch import PREFETCHING
+
+    # Products of a pair: 7 in each of two blocks and 4 more, of 4 steps of 16 each.
+    found = [
+        Case("delta_rule.hopper.keys.keys_kernel", heads, products=4 * (2 * 7 + 4), quick=name == "own keys")
+        for name, heads in HEADS.items()
+    ]
+    for width in (64, 128, 256):
+        # A warp of up to 168 registers leaves room for twelve programs on a multiprocessor, so of memory too.
+        room = SHARED_MEMORY // 12 if width <= 128 else SHARED_MEMORY
+        constants = {"KEY_HEADS": 4, "HEADS": 8, "K": width}
+        found.append(Case("delta_rule.hopper.inverse.invert_kernel", constants, 1, most_shared=room, quick=width == 64))
+    for name in ("own keys", "shared keys"):
+        heads = HEADS[name]
+        sizes = {key: heads[key] for key in ("KEY_HEADS", "SUBHEADS", "VALUE_HEADS")} | {"HEADS": heads["STATE_HEADS"]}
+        # Products of a chunk over 128 channels and over 64 tokens, in steps of 16.
+        for absent in ({}, {"initial": None}):
+            for read, products in ((True, 3 * 8 + 3 * 4), (False, 8 + 2 * 4)):
+                constants = {**sizes, **absent, "READ": read}
+                quick = name == "own keys" and not absent and not read
+                found.append(Case("delta_rule.hopper.walk.walk_kernel", constants, products=products, quick=quick))
+        for absent in ({}, {"d_final": None, "d_initial": None}):
+            constants, products = {**sizes, **absent}, 2 * 8 + 4 * 4
+            found.append(Case("delta_rule.hopper.walk_back.walk_back_kernel", constants, products=products))
+    for width in (64, 128):
+        for grafted in (False, True):
+            constants = {"HEADS": 2, "E": 4, "D": width, "GRAFTED": grafted, "NORMALISE": not grafted}
+            # One tile before the loop and one in it, in steps of 16. Two programs share a multiprocessor.
+            rest: dict[str, Any] = {"products": 2 * width // 16, "most_shared": SHARED_MEMORY // 2}
+            quick = width == 64 and not grafted
+            forward = {**constants, "KEEP": not grafted}
+            found.append(Case("expansion.hopper.forward.forward_kernel", forward, quick=quick, **rest))
+            found.append(Case("expansion.hopper.backward.backward_kernel", constants, **rest))
+    for gate, delta, K, V in (
+        (0, True, 64, 64), (1, False, 64, 128), (2, True, 128, 128),
+        (3, False, 256, 64), (3, True, 64, 64), (4, False, 512, 64),
+    ):  # fmt: skip
+        width = decoding.width(K, V, delta=delta)
+        constants = {
+            "HEADS": 8, "KEY_HEADS": 4, "SHARE": 2, "VALUE_HEADS": 4, "K": K, "V": V, "GATE": gate,
+            "NORMALISE": delta, "SKIP": True, "BV": width, "ROWS": decoding.ROWS, "EARLY": PREFETCHING,
+        }  # fmt: skip
+        quick = gate in (3, 4)
+        if delta:
+            warps = decoding.delta_warps(K, width)
+            # A tile of the state, and what its sums over keys and decays need.
+            most, least, constants = 2 * K * width + 2048, 2 * K * width, {**constants, "WARPS": warps}
+            found.append(Case("decoding.hopper.delta.delta_step_kernel", constants, warps, None, most, least, quick))
+        else:
+            chunk, ring, warps = decoding.chunks(K, width)
+            constants |= {"CHUNK": chunk, "RING": ring, "WARPS": warps}
+            # The ring, and keys, queries and decays of all keys.
+            least = 2 * ring * chunk * width
+            most = least + 3 * 4 * K + 1024
+            found.append(Case("decoding.hopper.gated.gated_step_kernel", constants, warps, None, most, least, quick))
     return found
 
 
-def compile_here(module: str, name: str, constants: dict[str, Any], warps: int) -> dict[str, int]:
-    """As `compiled`, in this process."""
+def compile_case(case: Case) -> str | None:
+    """What is wrong with the code that Triton makes of a kernel for compute capability 9.0; None = nothing.
+
+    Addresses are aligned to 16 bytes.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    module, _, name = case.name.rpartition(".")
     kernel = getattr(importlib.import_module(f"longrecall.ops.{module}"), name)
     places = {argument: (place,) for place, argument in enumerate(kernel.arg_names)}
-    signature = {n: "constexpr" if n in constants else TYPES.get(n, "*bf16") for n in places}
+    signature = {n: "constexpr" if n in case.constants else TYPES.get(n, "*bf16") for n in places}
     aligned = {places[n]: [["tt.divisibility", 16]] for n, kind in signature.items() if kind.startswith("*")}
-    source = GluonASTSource(kernel, signature, {places[n]: value for n, value in constants.items()}, aligned)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    return {"shared": built.metadata.shared, "products": built.asm["ptx"].count("wgmma.mma_async")}
+    source = GluonASTSource(kernel, signature, {places[n]: value for n, value in case.constants.items()}, aligned)
+    options = {"num_warps": case.warps, "enable_fp_fusion": True}
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    shared, products = built.metadata.shared, built.asm["ptx"].count("wgmma.mma_async")
+    if not case.least_shared <= shared <= case.most_shared:
+        return f"{shared} bytes of shared memory, not {case.least_shared} to {case.most_shared}"
+    return None if products == (case.products or 0) else f"{products} products, not {case.products or 0}"
+
+
+def compile_all(wanted: str, folder: str = "") -> None:
+    """Compile the `quick` cases or `all`, in a process of its own, by the Triton in `folder` or the installed one."""
+    found = dict(os.environ)
+    found.pop("TRITON_INTERPRET", None)
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, str(ROOT / "src"), found.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-W", "error:TRITON", __file__, wanted], capture_output=True, text=True, env=found, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["compiled"] and not told["wrong"], told
+    if folder:
+        assert told["triton"].startswith(folder)
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_here(*json.loads(sys.argv[1]))))
+    import triton
+
+    chosen = [one for one in cases() if one.quick or sys.argv[1] == "all"]
+    wrong = [f"{one.name} {one.constants}: {told}" for one in chosen if (told := compile_case(one))]
+    print(json.dumps({"compiled": len(chosen), "wrong": wrong, "triton": triton.__file__}))
 else:
-    pytestmark = pytest.mark.skipif(hopper.other_triton() is not None, reason=str(hopper.other_triton()))
+    pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("heads", [HEADS, SHARED_KEYS, SINGLE], ids=str)
-def test_keys_kernel(heads: dict[str, int]) -> None:
-    found = compiled("delta_rule.hopper.keys", "keys_kernel", heads, 8)
-    assert found["shared"] <= SHARED_MEMORY
-    # Products of a pair: 7 in each of two blocks and 4 more, of 4 steps of 16 each.
-    assert found["products"] == 4 * (2 * 7 + 4)
+def test_every_kernel_compiles() -> None:
+    compile_all("quick")
 
 
-@pytest.mark.parametrize("width", [64, 128, 256])
-def test_invert_kernel(width: int) -> None:
-    found = compiled("delta_rule.hopper.inverse", "invert_kernel", {"KEY_HEADS": 4, "HEADS": 8, "K": width}, 1)
-    # A warp of up to 168 registers leaves room for twelve programs on a multiprocessor: of memory there is that room.
-    assert found["shared"] * 12 <= SHARED_MEMORY if width <= 128 else found["shared"] <= SHARED_MEMORY
-
-
-@pytest.mark.parametrize("heads", [HEADS, SHARED_KEYS], ids=str)
-def test_walks(heads: dict[str, int]) -> None:
-    sizes = {**{name: heads[name] for name in ("KEY_HEADS", "SUBHEADS", "VALUE_HEADS")}, "HEADS": heads["STATE_HEADS"]}
-    # Products of a chunk over 128 channels and over 64 tokens, in steps of 16.
-    for read, absent, products in (
-        (True, {}, 3 * 8 + 3 * 4),
-        (True, {"initial": None}, 3 * 8 + 3 * 4),
-        (False, {}, 8 + 2 * 4),
-        (False, {"initial": None}, 8 + 2 * 4),
-    ):
-        found = compiled("delta_rule.hopper.walk", "walk_kernel", {**sizes, **absent, "READ": read}, 8)
-        assert found["products"] == products
-        assert found["shared"] <= SHARED_MEMORY
-    for absent in ({}, {"d_final": None, "d_initial": None}):
-        found = compiled("delta_rule.hopper.walk_back", "walk_back_kernel", {**sizes, **absent}, 8)
-        assert found["products"] == 2 * 8 + 4 * 4
-        assert found["shared"] <= SHARED_MEMORY
-
-
-@pytest.mark.parametrize("grafted", [False, True])
-@pytest.mark.parametrize("width", [64, 128])
-def test_expansion(width: int, grafted: bool) -> None:
-    constants = {"HEADS": 2, "E": 4, "D": width, "GRAFTED": grafted, "NORMALISE": not grafted}
-    forward = compiled("expansion.hopper.forward", "forward_kernel", {**constants, "KEEP": not grafted}, 8)
-    backward = compiled("expansion.hopper.backward", "backward_kernel", constants, 8)
-    for found in (forward, backward):
-        # One tile before the loop and one in it, in steps of 16.
-        assert found["products"] == 2 * width // 16
-        # Two programs share a multiprocessor.
-        assert found["shared"] * 2 <= SHARED_MEMORY
-
-
-@pytest.mark.parametrize(
-    ("gate", "delta", "K", "V"),
-    [
-        (0, True, 64, 64),
-        (1, False, 64, 128),
-        (2, True, 128, 128),
-        (3, False, 256, 64),
-        (3, True, 64, 64),
-        (4, False, 512, 64),
-    ],
-)
-def test_step(gate: int, delta: bool, K: int, V: int) -> None:
-    width = decoding.width(K, V, delta=delta)
-    constants = {
-        "HEADS": 8, "KEY_HEADS": 4, "SHARE": 2, "VALUE_HEADS": 4, "K": K, "V": V, "GATE": gate,
-        "NORMALISE": delta, "SKIP": True, "BV": width, "ROWS": decoding.ROWS, "EARLY": PREFETCHING,
-    }  # fmt: skip
-    if delta:
-        warps = decoding.delta_warps(K, width)
-        found = compiled("decoding.hopper.delta", "delta_step_kernel", {**constants, "WARPS": warps}, warps)
-        # A tile of the state, and what its sums over keys and decays need.
-        assert 2 * K * width <= found["shared"] <= 2 * K * width + 2048
-    else:
-        chunk, ring, warps = decoding.chunks(K, width)
-        constants |= {"CHUNK": chunk, "RING": ring, "WARPS": warps}
-        found = compiled("decoding.hopper.gated", "gated_step_kernel", constants, warps)
-        # The ring, and keys, queries and decays of all keys.
-        assert 2 * ring * chunk * width <= found["shared"] <= 2 * ring * chunk * width + 3 * 4 * K + 1024
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_kernel_compiles_with_every_release(release: str, tmp_path: Path) -> None:
+    target = ["--no-deps", "--quiet", "--target", str(tmp_path), f"triton=={release}"]
+    got = subprocess.run([sys.executable, "-m", "pip", "install", *target], capture_output=True, text=True, check=False)
+    if got.returncode:
+        pytest.skip(f"Triton {release} cannot be installed here: {got.stderr.strip()[-200:]}")
+    compile_all("all", str(tmp_path))

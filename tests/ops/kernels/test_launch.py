@@ -51,6 +51,15 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     return kernel
 
 
+def test_products_and_sums_are_fused_whatever_a_release_does_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(triton.JITFunction, "run", lambda *_, **options: told.append(options))
+    for made in (launch.Kernel(scaled), launch.FusedKernel(scaled)):
+        made.run(1, grid=(1,), warmup=False)
+        made.run(1, grid=(1,), warmup=False, enable_fp_fusion=False)
+    assert [options["enable_fp_fusion"] for options in told] == [True, False] * 2
+
+
 def test_the_same_kind_is_looked_up_once(kernel: Any) -> None:
     x, y = torch.zeros(2, 64)
     kernel[(4,)](x, y, 64, 0.5, BLOCK=64)
@@ -151,8 +160,7 @@ def test_a_triton_without_what_launches_need_makes_its_own_kernels(monkeypatch: 
     assert isinstance(made, launch.Kernel) and launch.why_not_remembered(made) is None
     monkeypatch.setattr(triton.knobs, "runtime", object())
     assert "has no launch_enter_hook, launch_exit_hook" in str(launch.why_not_remembered(made))
-    monkeypatch.setattr(launch.triton, "jit", lambda function, **options: function)
-    assert launch.kernel(scaled) is scaled
+    assert type(launch.kernel(scaled)) is launch.FusedKernel
 
 
 def early_scaled(x, out, size, factor, BLOCK: tl.constexpr, EARLY: tl.constexpr = 0):  # type: ignore[no-untyped-def]

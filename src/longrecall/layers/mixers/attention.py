@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from longrecall.layers.descriptions.attention import FULL, MEMORY, AttentionConfig
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.norm import Norm, RMSNorm
+from longrecall.layers.piece_cache import gather_cache
 from longrecall.layers.rotary import radians_of, token_positions, turned, turns
 from longrecall.layers.softmax_attention import FLASH_DTYPES, Scoring, attend, attend_causally
 from longrecall.layers.stepping.cache import PADDING_POSITION, CacheStep, appended, trimmed
 from longrecall.layers.stepping.step import Buffers, MixerStep, Progress, Step, StepSettings
 from longrecall.layers.stepping.stream import Stream
 from longrecall.ops.backends import why_no_kernel
-from longrecall.ops.execution import columns_are_in_order
+from longrecall.ops.execution import columns_are_in_order, context
 
 META_SCALE = 0.02
 """Standard deviation of fresh meta keys and values: they begin as places to attend to that say nothing."""
@@ -102,8 +103,13 @@ class Attention(nn.Module):
         if self.config.memory_tokens and state is None:
             return self._remember(heads._replace(q=q, k=k))
         key_positions = positions if mask is None else positions.masked_fill(~mask, PADDING_POSITION)
-        cache = appended(state, {"key": k, "value": heads.v, "position": key_positions})
-        promised, remembered = columns_are_in_order(), memory_of(state)
+        new, remembered = {"key": k, "value": heads.v, "position": key_positions}, memory_of(state)
+        if (group := context()) is not None:
+            pieces = gather_cache(state, new, window, mask is not None, group)
+            seen = pieces.seen | remembered
+            y = self.output(self._read(q, seen, positions, in_order=pieces.in_order), heads.gate)
+            return y, pieces.whole | remembered | self.passed_on(seen)
+        cache, promised = appended(state, new), columns_are_in_order()
         in_order = promised or (mask is None and state is None)
         y = self.output(self._read(q, cache | remembered, positions, in_order=in_order), heads.gate)
         more = remembered | self.passed_on(cache | remembered)
@@ -187,9 +193,11 @@ class Attention(nn.Module):
     def _read(self, q: Tensor, cache: LayerState, positions: Tensor, in_order: bool) -> Tensor:
         """Queries ``[B, T, H, P]`` -> ``[B, T, H, V]``, in one piece where torch's flash attention serves that."""
         scoring = self.scoring
-        first = cache["key"].shape[1] == q.shape[1]
-        causal = in_order and first and not scoring.always and scoring.soft_cap is None
-        causal = causal and (scoring.window is None or q.shape[1] <= scoring.window)
+        columns = cache["key"].shape[1]
+        causal = in_order and not scoring.always and scoring.soft_cap is None
+        # In a piece of a sequence the keys of earlier pieces come first.
+        causal = causal and (columns == q.shape[1] or context() is not None)
+        causal = causal and (scoring.window is None or columns <= scoring.window)
         if causal and q.is_cuda and q.dtype in FLASH_DTYPES:
             return attend_causally(q, cache["key"], cache["value"], scoring.scale)
         return self.read(q, cache, positions, in_order=in_order)

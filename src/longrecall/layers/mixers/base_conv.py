@@ -11,6 +11,7 @@ from longrecall.layers.implicit_filter import ImplicitFilter
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.projections import project_biased
 from longrecall.ops import long_convolution
+from longrecall.ops.convolution.long import lags_so_far
 
 
 class BaseConv(nn.Module):
@@ -61,7 +62,7 @@ class BaseConv(nn.Module):
             return gate * mixed, {"conv": conv}
         assert self.filter is not None
         history = None if state is None else state["value"]
-        taps = self.filter(x.shape[1] + (0 if history is None else history.shape[1]))
+        taps = self.filter(lags_so_far(x, history))
         mixed, inputs = long_convolution(x, taps, history=history, mask=mask)
         mixed = mixed + x * self.skip + self.bias
         return gate * mixed, {"value": inputs}

@@ -11,6 +11,7 @@ from longrecall.layers.implicit_filter import ImplicitFilter
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.projections import project_biased, taps_of
 from longrecall.ops import long_convolution
+from longrecall.ops.convolution.long import lags_so_far
 from longrecall.ops.convolution.short import gated_short_convolution
 
 
@@ -53,7 +54,7 @@ class Hyena(nn.Module):
             channels, taps_of(self, "conv"), self.conv.bias, state=None if state is None else state["conv"], mask=mask
         )
         history = None if state is None else state["value"]
-        taps = self.filter(value.shape[1] + (0 if history is None else history.shape[1]))
+        taps = self.filter(lags_so_far(value, history))
         # D weighs the newest input, as the tap of lag 0 does: no pass over memory of its own.
         newest = self.D.to(taps.dtype)[:, None] + taps[:, :1]
         mixed, inputs = long_convolution(value, torch.cat([newest, taps[:, 1:]], dim=1), history=history, mask=mask)

@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from longrecall.layers.descriptions.mla import MLAConfig
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.norm import Norm, RMSNorm
+from longrecall.layers.piece_cache import gather_cache
 from longrecall.layers.projections import is_plain
 from longrecall.layers.rotary import radians_of, token_positions, turned, turns
 from longrecall.layers.softmax_attention import FLASH_DTYPES, Scoring, attend, attend_causally
 from longrecall.layers.stepping.cache import PADDING_POSITION, CacheStep, appended
 from longrecall.layers.stepping.step import Buffers, Step, StepSettings
 from longrecall.layers.stepping.stream import Stream
-from longrecall.ops.execution import columns_are_in_order
+from longrecall.ops.execution import columns_are_in_order, context
 
 
 class MLA(nn.Module):
@@ -53,12 +54,16 @@ class MLA(nn.Module):
         positions = token_positions(position, x.shape[1], mask)
         q, latent = self.project(x, positions)
         key_positions = positions if mask is None else positions.masked_fill(~mask, PADDING_POSITION)
-        cache = appended(state, {"latent": latent, "position": key_positions})
-        if self.absorbs(x.shape[1], cache["latent"].shape[1]):
-            found = self.read_absorbed(q, cache, positions)
+        new = {"latent": latent, "position": key_positions}
+        in_order = columns_are_in_order() or (mask is None and state is None)
+        if (group := context()) is None:
+            seen = cache = appended(state, new)
         else:
-            in_order = columns_are_in_order() or (mask is None and state is None)
-            found = self.read_expanded(q, cache, positions, in_order=in_order)
+            seen, cache, in_order = gather_cache(state, new, None, mask is not None, group)
+        if self.absorbs(x.shape[1], seen["latent"].shape[1]):
+            found = self.read_absorbed(q, seen, positions)
+        else:
+            found = self.read_expanded(q, seen, positions, in_order=in_order)
         y: Tensor = self.o_proj(found.flatten(-2))
         return y, cache
 
@@ -107,7 +112,7 @@ class MLA(nn.Module):
         made = self.kv_b_proj(latent).unflatten(-1, (config.num_heads, -1))
         k, v = made.split([config.nope_dim, config.value_dim], dim=-1)
         k = torch.cat([k, shared[:, :, None].expand(-1, -1, config.num_heads, -1)], dim=-1)
-        if in_order and q.is_cuda and q.dtype in FLASH_DTYPES and q.shape[1] == k.shape[1]:
+        if in_order and q.is_cuda and q.dtype in FLASH_DTYPES and (q.shape[1] == k.shape[1] or context() is not None):
             return attend_causally(q, k, v, self.scoring.scale)
         return attend(q, k, v, positions, cache["position"], self.scoring, in_order=in_order)
 

@@ -16,7 +16,8 @@ from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.layers.norm import RMSNorm, l2_normalise, operand_dtype
 from longrecall.layers.projections import is_plain, project_gated, taps_of
 from longrecall.ops import gated_delta_rule, gated_linear_attention, short_convolution
-from longrecall.ops.execution import shapes_are_fixed
+from longrecall.ops.borders import sum_of_pieces
+from longrecall.ops.execution import context, shapes_are_fixed
 
 OF_A_MEMORY = ("k_proj", "v_proj", "a_proj", "b_proj", "k_conv", "v_conv", "A_log", "dt_bias")
 """Parameters that hold the rows of all memories, one memory after the other; or, where these are tied, of one."""
@@ -130,9 +131,13 @@ class MoM(nn.Module):
         chosen = chosen if mask is None else chosen & mask[..., None]
         if not (self.training and config.balance):
             return weights, chosen, None
-        count = real.sum().clamp(min=1)
-        share = chosen.to(wide).sum((0, 1)) / (count * config.active)
-        mean = (probability * real[..., None]).sum((0, 1)) / count
+        # The sequence may be cut over several ranks: the balance is that of all its tokens.
+        sums = sum_of_pieces(
+            torch.cat([real.sum()[None], chosen.to(wide).sum((0, 1)), (probability * real[..., None]).sum((0, 1))])
+        )
+        count = sums[0].clamp(min=1)
+        share, mean = (part / count for part in sums[1:].chunk(2))
+        share = share / config.active
         return weights, chosen, config.balance * config.memories * (share * mean).sum()
 
     def _read_chosen(
@@ -143,7 +148,8 @@ class MoM(nn.Module):
             return self._read(part, x, q, own, state)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         nothing = q.new_zeros((*q.shape[:2], self.config.num_heads, self.config.value_dim), dtype=wide)
-        if not place.shape[1] and state is not None:
+        # No rank may leave out a memory while others read it: states pass from one to the next.
+        if not place.shape[1] and state is not None and context() is None:
             return nothing, state
         real = torch.arange(place.shape[1], device=x.device) < own.sum(1)[:, None]
         part = part | {name: _take(part[name], place) for name in OF_A_MEMORY if name.endswith("proj") and name in part}

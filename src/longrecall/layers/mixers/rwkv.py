@@ -15,6 +15,8 @@ from longrecall.layers.descriptions.rwkv import RWKV5Config, RWKV6Config
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.ops import bonus_linear_attention
+from longrecall.ops.execution import context
+from longrecall.ops.neighbours import inputs_after, inputs_before
 from longrecall.ops.time_mixing.op import gated_group_norm, mix_with_previous
 
 
@@ -87,7 +89,7 @@ class RWKV5(TimeMixing):
         self, x: Tensor, state: LayerState | None, *, mask: Tensor | None, position: Tensor
     ) -> tuple[Tensor, LayerState]:
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``recurrent [B, H, K, V]``, ``shift [B, d, 1]``)."""
-        if state is None and mask is None:
+        if state is None and mask is None and context() is None:
             (r, k, v, gate), shift = mix_with_previous(x, self.mix), x[:, -1:].transpose(1, 2)
         else:
             before, shift = token_shift(x, None if state is None else state["shift"], mask)
@@ -144,10 +146,12 @@ def token_shift(x: Tensor, state: Tensor | None, mask: Tensor | None) -> tuple[T
     (arbitrary where padded) and the new last input ``[B, d, 1]``.
     """
     last = x.new_zeros((x.shape[0], 1, x.shape[2])) if state is None else state.to(x.dtype).transpose(1, 2)
+    last = inputs_before(x, last, mask)
     history = torch.cat([last, x], dim=1)
     if mask is not None:
         # Entry t of history is token t - 1: where the newest real one lies before each token, and after the last.
         places = torch.arange(1, x.shape[1] + 1, device=x.device).expand_as(mask)
         newest = F.pad(torch.where(mask, places, 0), (1, 0)).cummax(1).values
         history = history.gather(1, newest[..., None].expand_as(history))
-    return history[:, :-1], history[:, -1:].transpose(1, 2)
+    before, after = inputs_after(history[:, :-1], history[:, -1:], mask)
+    return before, after.transpose(1, 2)

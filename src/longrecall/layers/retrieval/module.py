@@ -12,6 +12,7 @@ from longrecall.layers.mixers.base import LayerState, state_under
 from longrecall.layers.retrieval import fused
 from longrecall.layers.retrieval.weights import RetrievalWeights
 from longrecall.layers.tokens import TokenContext
+from longrecall.ops.neighbours import all_columns
 from longrecall.ops.retrieval.op import best_chunks, selected_attention
 
 TOKEN_BLOCK = 4096
@@ -76,13 +77,14 @@ class Retrieval(RetrievalWeights):
         if context.memory is not None:
             assert earlier is not None
             return self._retrieve_in_memory(x, y, context, mask), earlier
-        vectors = self._chunk_vectors(earlier, context, x.shape[1], padded=mask is not None)
+        length = x.shape[1] if context.piece is None else context.piece.columns
+        vectors = self._chunk_vectors(earlier, context, length, padded=mask is not None)
         if not vectors.shape[1]:
             return y, vectors
         if fused.why_not(self, x, context, mask) is None:
             return fused.read(self, x, y, vectors, context), vectors
         finished = context.finished(self.config.chunk, x.shape[1], mask)
-        chosen = self._select(x, vectors, finished, context.earlier)
+        chosen = self._select(x, vectors, finished, context.columns_before)
         keys, values, local = self._keys_and_values(context, chosen.chunks)
         found = self._attend(x, keys, values, chosen._replace(chunks=local))
         return self._blended(x, y, found, finished > 0), vectors
@@ -124,6 +126,8 @@ class Retrieval(RetrievalWeights):
                 return self.encode_chunks(whole)
             ended = torch.arange(count, device=whole.device) < ((context.ids >= 0).sum(1) // size)[:, None]
             return self.encode_chunks(whole).masked_fill(~ended[..., None], 0.0)
+        if (own := self._whole_chunks(context)) is not None:
+            return all_columns(self.encode_chunks(own.unflatten(1, (-1, size))))
         first, last = context.before // size, (context.ids >= 0).sum(1) // size
         # From any fill of the chunk begun, T tokens end so many.
         most = (size - 1 + length) // size
@@ -159,6 +163,9 @@ class Retrieval(RetrievalWeights):
         """Keys and values ``[B, S, G, P]`` and the chunks of them to read: of all tokens, or of the chosen if fewer."""
         size, heads = self.config.chunk, (-1, self.config.head_dim)
         length, chosen = chunks.shape[1:]
+        if (own := self._whole_chunks(context)) is not None:
+            keys, values = (all_columns(proj(own)).unflatten(-1, heads) for proj in (self.k_proj, self.v_proj))
+            return keys, values, chunks
         if context.embedded is not None:
             parts: Iterable[Tensor] = [context.embedded]
         elif length * chosen * size < context.ids.shape[1]:
@@ -168,5 +175,15 @@ class Retrieval(RetrievalWeights):
             chunks = torch.where(chunks < 0, chunks, own)
         else:
             parts = (context.embed(block) for block in context.ids.split(TOKEN_BLOCK, 1))
-        keys, values = zip(*((self.k_proj(part), self.v_proj(part)) for part in parts), strict=True)
-        return torch.cat(keys, 1).unflatten(-1, heads), torch.cat(values, 1).unflatten(-1, heads), chunks
+        both = zip(*((self.k_proj(part), self.v_proj(part)) for part in parts), strict=True)
+        keys, values = (torch.cat(blocks, 1).unflatten(-1, heads) for blocks in both)
+        return keys, values, chunks
+
+    def _whole_chunks(self, context: TokenContext) -> Tensor | None:
+        """The embeddings ``[B, T, d]`` of this rank's piece of a segment, where every piece is whole chunks of it.
+
+        Then every rank encodes and projects its own tokens, and the ranks exchange what comes of it. In other pieces
+        every rank does so for all tokens, by their ids.
+        """
+        own = None if context.piece is None else context.piece.embedded
+        return None if own is None or own.shape[1] % self.config.chunk else own

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from longrecall.ops.backends import Op, declare, kernel
+from longrecall.ops.borders import state_after, state_before
 from longrecall.ops.convolution.long import long_convolution, real_tokens_first, reorder
+from longrecall.ops.execution import context, with_context
 
 DIAGONAL_TAPS = declare(Op("diagonal_taps", kernels="convolution.triton.diagonal", compiler_fuses=True))
 
@@ -44,6 +46,11 @@ def diagonal_ssm(
     """
     length, heads, width = u.shape[1:]
     wide = torch.float64 if u.dtype == torch.float64 else torch.float32
+    if context() is not None:
+        wants_state = True
+        if initial_state is None:
+            initial_state = u.new_zeros((u.shape[0], heads, 2 * rate.shape[1], width), dtype=wide)
+        initial_state = state_before(initial_state.to(wide), u, rate, angle)
     rate, angle, gain = rate.to(wide), angle.to(wide), gain.to(wide)
     with torch.autocast(u.device.type, enabled=False):
         # Plain torch computes the taps from the powers, which the states need anyway.
@@ -53,7 +60,8 @@ def diagonal_ssm(
             # The skip connection is added to the tap of lag 0, so it needs no pass over memory.
             taps = torch.cat([taps[:, :1] + skip.to(wide)[:, None], taps[:, 1:]], dim=1)
         flat = u.flatten(2)
-        y = long_convolution(flat.to(wide), taps.repeat_interleave(width, dim=0), mask=mask)[0]
+        with with_context(None):
+            y = long_convolution(flat.to(wide), taps.repeat_interleave(width, dim=0), mask=mask)[0]
         y = y.unflatten(2, (heads, width))
         if powers is None:
             return y.to(u.dtype), None
@@ -63,7 +71,8 @@ def diagonal_ssm(
             left = torch.einsum("hmt,bhmp->bthp", weights, initial_state.to(wide))
             y = y + (left if mask is None else left.flatten(2).gather(1, _steps(mask, heads * width)).view_as(left))
         final = _final_state(flat, real, imaginary, initial_state, mask, wide) if wants_state else None
-    return y.to(u.dtype), final
+    y = y.to(u.dtype)
+    return (y, final) if final is None else state_after(y, final)
 
 
 def diagonal_taps(rate: Tensor, angle: Tensor, gain: Tensor, length: int, *, backend: str | None = None) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from longrecall.ops.backends import Op, declare, kernel
+from longrecall.ops.execution import context, with_context
+from longrecall.ops.neighbours import inputs_after, inputs_before, inputs_so_far
 from longrecall.ops.padding import is_at_the_end
 
 LONG_CONVOLUTION = declare(Op("long_convolution", kernels="convolution.triton.long", compiler_fuses=True))
@@ -47,6 +49,8 @@ def long_convolution(
     Raises:
         ValueError: the kernel was asked for by name and cannot serve the call.
     """
+    if context() is not None:
+        return _of_a_piece(x, taps, history, mask, grow, backend)
     batch, length, channels = x.shape
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     history = x.new_zeros((batch, 0, channels)) if history is None else history.to(x.dtype)
@@ -73,6 +77,28 @@ def long_convolution(
     padded = torch.cat([x.new_zeros(batch, length, channels), inputs], dim=1)
     start = mask.sum(1)[:, None] + inputs.shape[1] - kept
     return y, reorder(padded, start + torch.arange(kept, device=x.device))
+
+
+def _of_a_piece(
+    x: Tensor, taps: Tensor, history: Tensor | None, mask: Tensor | None, grow: bool, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """`long_convolution` of this rank's piece: of as many inputs before it as the taps need."""
+    if history is not None and not grow:
+        before = inputs_before(x, history, mask)
+        with with_context(None):
+            y, last = long_convolution(x, taps, history=before, mask=mask, grow=False, backend=backend)
+        return inputs_after(y, last, mask)
+    before, own, whole = inputs_so_far(x, history, mask)
+    with with_context(None):
+        y, _ = long_convolution(own, taps, history=before, mask=mask, backend=backend)
+    return y, whole if grow else whole[:, :0]
+
+
+def lags_so_far(x: Tensor, history: Tensor | None) -> int:
+    """Taps that the outputs for x ``[B, T, C]`` after a history ``[B, S, C]`` and the pieces of earlier ranks need."""
+    group = context()
+    pieces = 1 if group is None else group.rank + 1
+    return pieces * x.shape[1] + (0 if history is None else history.shape[1])
 
 
 def real_tokens_first(mask: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrecall.ops.backends import Op, declare, kernel
+from longrecall.ops.execution import context
+from longrecall.ops.neighbours import inputs_after, inputs_before
 from longrecall.ops.packing import check_boundaries, document_mask, pack, unpack
 from longrecall.ops.padding import ends, is_at_the_end, newest
 
@@ -108,6 +110,8 @@ def short_convolution(
         return pack(y, cu_seqlens), new_state
     width, given = weight.shape[1], state
     state = x.new_zeros((len(x), width - 1, x.shape[2])).transpose(1, 2) if state is None else state
+    if context() is not None:
+        state = given = inputs_before(x, state.transpose(1, 2), mask).transpose(1, 2)
     order = None
     if mask is not None and not is_at_the_end(mask):
         # Real tokens are moved to the front, in order. Padding after them disturbs nothing.
@@ -129,6 +133,7 @@ def short_convolution(
     if order is not None:
         y = torch.empty_like(y).scatter(1, order[..., None].expand_as(y), y)
     new_state = history[:, history.shape[1] - width + 1 :] if places is None else _picked(history, places)
+    y, new_state = inputs_after(y, new_state, mask)
     return y, new_state.transpose(1, 2)
 
 
@@ -153,7 +158,7 @@ def gated_short_convolution(
     Raises:
         ValueError: the kernel was asked for by name and cannot serve the call.
     """
-    bare = state is None and mask is None
+    bare = state is None and mask is None and context() is None
     if bare and GATED_CONVOLUTION.on_kernels({"x": x, "weight": weight, "bias": bias}, backend):
         passed, product = _gated_convolution_kernel(x, weight, bias)
         return passed, product, x[:, x.shape[1] - weight.shape[1] + 1 :].transpose(1, 2)

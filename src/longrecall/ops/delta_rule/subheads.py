@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longrecall.ops.backends import BACKENDS, CHUNKED, REFERENCE, Op, declare, kernel
+from longrecall.ops.borders import state_after, state_before
 from longrecall.ops.delta_rule.op import gated_delta_rule
 from longrecall.ops.execution import backend_from_environment
 from longrecall.ops.recurrence import too_short
@@ -99,10 +100,11 @@ def subhead_delta_rule(
     theirs = named is not None and named.peer
     if not theirs and SUBHEAD_DELTA_RULE.on_kernels({**inputs, "state": initial_state}, backend) and v.numel():
         state = prepare_state(initial_state, (v.shape[0], heads, q.shape[3], v.shape[3]), v, torch.float32)
+        state = state_before(state, *inputs.values(), weights)
         scale = q.shape[3] ** -0.5 if scale is None else scale
         with torch.autocast(v.device.type, enabled=False):
             out, after = _subhead_kernels(**inputs, scale=scale, state=state, weights=weights)
-        return out, after
+        return state_after(out, after)
     shared = share_values(v, key_heads, subheads)
     o, final = gated_delta_rule(
         q, k, shared, log_decay, beta, scale=scale, initial_state=initial_state, backend=backend

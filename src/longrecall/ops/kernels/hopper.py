@@ -8,6 +8,7 @@ wherever `why_not` gives a reason. Importing this module imports neither Gluon n
 from __future__ import annotations
 
 import functools
+import importlib
 
 import torch
 import triton
@@ -18,9 +19,6 @@ from longrecall.ops.kernels.launch import interpreting
 
 CAPABILITY = (9, 0)
 """Only this compute capability has these warp group products and their layouts."""
-
-TRITON = "3.6."
-"""The release that these kernels are written for: Gluon renames its functions from one release to the next."""
 
 ALIGNED = 16
 """Bytes that an asynchronous copy moves at once. Both addresses must be multiples of this number."""
@@ -74,6 +72,9 @@ _remembered = functools.cache(_unsuitable)
 
 def other_triton() -> str | None:
     """Why the installed Triton cannot compile these kernels, in words; None = it can."""
-    if triton.__version__.startswith(TRITON):
-        return None
-    return f"the kernels in Gluon are written for Triton {TRITON}x, not {triton.__version__}"
+    try:
+        # It names all that has another name in another release.
+        importlib.import_module("longrecall.ops.kernels.gluon")
+    except (ImportError, AttributeError) as error:
+        return f"Triton {triton.__version__} lacks what the kernels in Gluon are made of: {error}"
+    return None

@@ -133,7 +133,7 @@ def kernel(function: Any) -> Any:
     if interpreting():
         return triton.jit(function, **options)
     made = Kernel(function, **options)
-    return made if why_not_remembered(made) is None else triton.jit(function, **options)
+    return made if why_not_remembered(made) is None else FusedKernel(function, **options)
 
 
 def why_not_remembered(made: Kernel) -> str | None:
@@ -163,7 +163,17 @@ def can_start(compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...]) -> bo
     return True
 
 
-class Kernel(triton.JITFunction):  # type: ignore[misc]
+class FusedKernel(triton.JITFunction):  # type: ignore[misc]
+    """A kernel in which a product and a sum may become one instruction with one rounding.
+
+    That was the default of every Triton up to 3.9. 3.10 leaves it out unless a launch asks for it.
+    """
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        return super().run(*args, **({"enable_fp_fusion": True} | options))
+
+
+class Kernel(FusedKernel):
     """A kernel that remembers the compiled code for each kind of arguments, and launches it directly.
 
     Triton's own launch reads the environment, makes a string of all options and binds every argument anew. Arguments

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longrecall.ops.backends import Op, declare, kernel
+from longrecall.ops.borders import state_after, state_before, whole_sequences
 from longrecall.ops.linear_attention.op import gated_linear_attention
 from longrecall.ops.packing import check_boundaries, pack, unpack
 from longrecall.ops.shapes import accumulation_dtype, check_attention_inputs, prepare_state
@@ -72,7 +73,9 @@ def bonus_linear_attention(
         return pack(out, cu_seqlens), final
     dtype = accumulation_dtype(r, k, v, log_decay, bonus, initial_state)
     state = prepare_state(initial_state, (v.shape[0], v.shape[2], r.shape[3], v.shape[3]), v, dtype)
-    with torch.autocast(v.device.type, enabled=False):
+    state = state_before(state, r, k, v, log_decay, bonus)
+    # The state crosses here; the recurrence inside must not send it once more.
+    with torch.autocast(v.device.type, enabled=False), whole_sequences():
         r, k, values = r.to(dtype), k.to(dtype), v.to(dtype)
         ahead = torch.cat([r[:, 1:], torch.zeros_like(r[:, :1])], dim=1)
         reads, final = gated_linear_attention(
@@ -80,7 +83,7 @@ def bonus_linear_attention(
         )
         first = torch.einsum("bthk,bhkv->bthv", r[:, :1], state)
         out = add_bonus(reads, first, r, k, values, bonus.to(dtype))
-    return out.to(v.dtype), final
+    return state_after(out.to(v.dtype), final)
 
 
 def add_bonus(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longrecall.ops.backends import CHUNKED, REFERENCE, TRITON, Inputs, Op, declare, kernel, recurrence_functions
+from longrecall.ops.borders import state_after, state_before
 from longrecall.ops.linear_recurrence import chunked, reference
 from longrecall.ops.packing import check_boundaries, document_mask, pack, unpack
 from longrecall.ops.recurrence import SHORTEST_CHUNKED
@@ -155,16 +156,15 @@ def _run(
     rows = next(iter(tensors.values()))
     dtype = accumulation_dtype(*tensors.values(), *constants.values(), initial_state)
     state = prepare_state(initial_state, (rows.shape[0], *state_shape), like, dtype)
+    state = state_before(state, *tensors.values(), *constants.values())
     inputs: dict[str, Any] = tensors | constants
     chosen = op.chosen({**inputs, "state": state}, backend)
     assert chosen in (*op.plain, TRITON)
     with torch.autocast(like.device.type, enabled=False):
-        if not rows.numel():
-            return like, state
         # The kernel reads and writes the dtype that it adds up in, as plain torch does.
         wide = {name: tensor.to(dtype) for name, tensor in inputs.items()}
-        out, final = op.functions[chosen](**wide, state=state)
-    out = out.to(like.dtype)
+        out, final = op.functions[chosen](**wide, state=state) if rows.numel() else (like, state)
+    out, final = state_after(out.to(like.dtype), final)
     return (out if cu_seqlens is None else pack(out, cu_seqlens)), final
 
 

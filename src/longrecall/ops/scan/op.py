@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longrecall.ops.backends import CHUNKED, REFERENCE, Inputs, Op, declare, kernel, recurrence_functions
+from longrecall.ops.borders import state_after, state_before
 from longrecall.ops.packing import check_boundaries, pack, unpack
 from longrecall.ops.recurrence import SHORTEST_CHUNKED
 from longrecall.ops.scan import blocked, reference
@@ -88,6 +89,7 @@ def selective_scan(
         x, step, b, c = (unpack(tensor, cu_seqlens) for tensor in (x, step, b, c))
     dtype = accumulation_dtype(x, step, a, b, c, skip, initial_state)
     state = prepare_state(initial_state, (x.shape[0], a.shape[1], a.shape[0]), x, dtype)
+    state = state_before(state, x, step, a, b, c, skip)
     inputs = {"x": x, "step": step, "a": a, "b": b, "c": c}
     chosen = SELECTIVE_SCAN.chosen({**inputs, "skip": skip, "state": state}, backend)
     function = SELECTIVE_SCAN.functions[chosen]
@@ -100,7 +102,7 @@ def selective_scan(
             wide = {name: tensor.to(dtype) for name, tensor in inputs.items()}
             y, final = function(**wide, state=state)
             y = y if skip is None else torch.addcmul(y, wide["x"], skip.to(dtype))
-    y = y.to(x.dtype)
+    y, final = state_after(y.to(x.dtype), final)
     return (y if cu_seqlens is None else pack(y, cu_seqlens)), final
 
 

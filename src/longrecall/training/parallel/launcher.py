@@ -17,9 +17,6 @@ from longrecall.training.recipe import ParallelRecipe, Recipe
 
 LAYER = "RecurrentLayer"
 
-_OURS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_DYNAMO_BACKEND")
-"""Variables from which Accelerate would wrap or compile the model itself."""
-
 _NONE = frozenset({"", "no", "none", "false", "0"})
 
 
@@ -82,20 +79,21 @@ _ENGINES = {
     "ACCELERATE_USE_SAGEMAKER": ("sagemaker", "start the processes with torchrun"),
 }
 _MESH = "PARALLELISM_CONFIG_"
+_ACTS = (*_ENGINES, "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_DYNAMO_BACKEND")
+"""Variables from which Accelerate would wrap or compile the model itself."""
 
 
-def launched(recipe: Recipe, world: int, environment: Mapping[str, str] | None = None) -> Recipe:
+def launched(recipe: Recipe, world: int, said: Mapping[str, str]) -> Recipe:
     """Return the recipe with what the launcher says about it.
 
     Args:
         recipe: as the user wrote it.
         world: number of processes.
-        environment: variables; None = this process's.
+        said: the environment variables of this process.
 
     Raises:
         UserError: a setting that contradicts the recipe, or has no counterpart.
     """
-    said = os.environ if environment is None else environment
     for variable, (key, advice) in _ENGINES.items():
         if _is_on(said, variable):
             raise UserError(f"accelerate launch: {key} is not supported; leave it out and {advice}")
@@ -117,13 +115,15 @@ def launched(recipe: Recipe, world: int, environment: Mapping[str, str] | None =
 
 
 @contextmanager
-def without_launcher() -> Iterator[None]:
-    """Keep Accelerate from wrapping the model itself inside the block: `launched` has taken over what was said."""
-    kept = {name: os.environ.pop(name) for name in _OURS if name in os.environ}
+def apart_from_launcher() -> Iterator[Mapping[str, str]]:
+    """Keep Accelerate from acting on the launcher's settings inside the block; yields all variables, for `launched`."""
+    said = dict(os.environ)
+    for name in _ACTS:
+        os.environ.pop(name, None)
     try:
-        yield
+        yield said
     finally:
-        os.environ.update(kept)
+        os.environ.update({name: said[name] for name in _ACTS if name in said})
 
 
 def on_cpu() -> bool:

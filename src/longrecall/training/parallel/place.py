@@ -133,12 +133,10 @@ def make_place(recipe: ParallelRecipe, rank: int, world: int, device: torch.devi
         device: what this process computes on.
 
     Raises:
-        UserError: the mesh has another number of processes; every process finds that, and the first one says it.
+        UserError: the mesh has another number of processes, as every process finds.
     """
-    try:
+    with Place(rank, world).together():
         replicate = replicas(recipe, world)
-    except UserError as error:
-        raise RefusedTogether(str(error), told_here=rank == 0) from None
     if world == 1:
         return Place()
     mesh = init_device_mesh(device.type, (replicate, recipe.shard, recipe.context), mesh_dim_names=MESH)

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from longrecall.ops.decoding.hopper.parts import channel_decay, head_decay, heads_of, sigmoid, wait_for_previous, wide
-from longrecall.ops.kernels.gluon import gluon_kernel
+from longrecall.ops.kernels.gluon import async_load, barrier, gluon_kernel
 
 
 @gluon.jit
@@ -58,7 +58,7 @@ def delta_step_kernel(
     place = gl.program_id(0) // BLOCKS
     tile = state + place.to(gl.int64) * (K * V) + keys[:, None] * V + values[None, :]
     room = gl.allocate_shared_memory(gl.bfloat16, [K, BV], gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
-    async_copy.async_copy_global_to_shared(room, tile)
+    async_load(room, tile)
     async_copy.commit_group()
     row, head, key_head, value_head = heads_of(place, HEADS, KEY_HEADS, SHARE, VALUE_HEADS)
     query = gl.load(q + row * q_row + key_head * K + keys).to(gl.float32)
@@ -76,7 +76,7 @@ def delta_step_kernel(
     if NORMALISE:
         query_scale, key_scale = scale * gl.rsqrt(squares + eps), gl.rsqrt(key_squares + eps)
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    barrier()
     # Both sums use the old state: q S' = q S + (q k) written, so no second pass over it is needed.
     S = _faded(room.load(TILE), decay, GATE if GATE == 3 else 0)
     seen, asked = gl.reduce((S * key[:, None], S * query[:, None]), 0, _sums)
@@ -85,7 +85,7 @@ def delta_step_kernel(
     written = (strength * key_scale) * (value - key_scale * seen)
     y = query_scale * (asked + both * written)
     # Read again from shared memory: to keep it since the sums would take too many registers.
-    gl.thread_barrier()
+    barrier()
     S = _faded(room.load(TILE), decay, GATE) + key[:, None] * written[None, :]
     gl.store(tile, S.to(gl.bfloat16))
     if SKIP:

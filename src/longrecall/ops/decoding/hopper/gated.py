@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from longrecall.ops.decoding.hopper.parts import add, channel_decay, head_decay, heads_of, wait_for_previous, wide
-from longrecall.ops.kernels.gluon import gluon_kernel
+from longrecall.ops.kernels.gluon import async_load, barrier, gluon_kernel, reinterpret
 
 
 @gluon_kernel
@@ -43,7 +43,7 @@ def gated_step_kernel(
     tile = state + place.to(gl.int64) * (K * V) + gl.arange(0, CHUNK, layout=KEYS)[:, None] * V + values[None, :]
     ring = gl.allocate_shared_memory(gl.bfloat16, [RING, CHUNK, BV], gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
     for i in gl.static_range(RING):
-        async_copy.async_copy_global_to_shared(ring.index(i), tile + i * CHUNK * V)
+        async_load(ring.index(i), tile + i * CHUNK * V)
         async_copy.commit_group()
     if EARLY == 2:
         wait_for_previous()
@@ -51,26 +51,26 @@ def gated_step_kernel(
     line = key_head * K + gl.arange(0, K, layout=LINE)
     queries = gl.allocate_shared_memory(gl.float32, [K], FLAT, gl.load(q + row * q_row + line).to(gl.float32))
     keys = gl.allocate_shared_memory(gl.float32, [K], FLAT, gl.load(k + row * k_row + line).to(gl.float32))
-    queries = queries._reinterpret(gl.float32, [CHUNKS, CHUNK], FLAT)
-    keys = keys._reinterpret(gl.float32, [CHUNKS, CHUNK], FLAT)
+    queries = reinterpret(queries, gl.float32, [CHUNKS, CHUNK], FLAT)
+    keys = reinterpret(keys, gl.float32, [CHUNKS, CHUNK], FLAT)
     value = gl.load(v + row * v_row + value_head * V + values).to(gl.float32)
     written = value
     if GATE == 3:
         rate = gl.load(gate + row * gate_row + line)
         decays = gl.allocate_shared_memory(gl.float32, [K], FLAT, channel_decay(rate, divisor))
-        decays = decays._reinterpret(gl.float32, [CHUNKS, CHUNK], FLAT)
+        decays = reinterpret(decays, gl.float32, [CHUNKS, CHUNK], FLAT)
     elif GATE != 0:
         decay, step = head_decay(gate + row * gate_row, bias, A_log, head, low, high, GATE)
         written = value * step
     y = gl.zeros([CHUNK // ROWS, BV], gl.float32, TOTAL)
     for i in range(CHUNKS):
         async_copy.wait_group(RING - 1)
-        gl.thread_barrier()
+        barrier()
         S = wide(ring.index(i % RING).load(TILE))
         if CHUNKS > RING:
-            gl.thread_barrier()
+            barrier()
             if i + RING < CHUNKS:
-                async_copy.async_copy_global_to_shared(ring.index(i % RING), tile + (i + RING) * CHUNK * V)
+                async_load(ring.index(i % RING), tile + (i + RING) * CHUNK * V)
         async_copy.commit_group()
         if GATE == 3:
             S *= decays.index(i).load(KEYS)[:, None]

@@ -5,7 +5,8 @@ States and corrections are held transposed in registers, with value channels alo
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from longrecall.ops.kernels.gluon import async_load
 
 CHUNK = gl.constexpr(64)
 WIDTH = gl.constexpr(128)
@@ -28,7 +29,7 @@ def copy_rows(to, x, start, T, width: gl.constexpr):
     """Start copying the rows ``[64, 128]`` of a chunk, from row `start` on, to shared memory; 0 past row T."""
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))[:, None]
     channel = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WIDE))[None, :]
-    async_copy.async_copy_global_to_shared(to, x + row * width + channel, mask=row < T - start)
+    async_load(to, x + row * width + channel, mask=row < T - start)
 
 
 @gluon.jit
@@ -36,7 +37,7 @@ def copy_square(to, x):
     """Start copying a matrix ``[64, 64]`` to shared memory."""
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, NARROW))[:, None]
     column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, NARROW))[None, :]
-    async_copy.async_copy_global_to_shared(to, x + row * CHUNK + column)
+    async_load(to, x + row * CHUNK + column)
 
 
 @gluon.jit

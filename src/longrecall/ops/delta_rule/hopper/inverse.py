@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from longrecall.ops.kernels.gluon import gluon_kernel
+from longrecall.ops.kernels.gluon import async_load, barrier, gluon_kernel, reinterpret
 
 CHUNK = gl.constexpr(64)
 BLOCK = gl.constexpr(16)
@@ -36,7 +36,7 @@ def _load_keys(keys, k, b, start, T, group, KEY_HEADS: gl.constexpr, K: gl.const
     k += (b * T + start) * (KEY_HEADS * K) + group * K
     place = k + row[:, None] * (KEY_HEADS * K) + column[None, :]
     mask = (row < T - start)[:, None] & (column >= 0)[None, :]
-    async_copy.async_copy_global_to_shared(keys, place, mask)
+    async_load(keys, place, mask)
     async_copy.commit_group()
 
 
@@ -208,27 +208,27 @@ def invert_kernel(
     strengths = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT, -strength)
 
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    barrier()
     p00, p01, p02, p03, p11, p12, p13, p22, p23, p33 = _products(keys, K)
     L0, L1 = _diagonal(p00, Gs, strengths, 0), _diagonal(p11, Gs, strengths, 1)
     L2, L3 = _diagonal(p22, Gs, strengths, 2), _diagonal(p33, Gs, strengths, 3)
     lower = gl.allocate_shared_memory(gl.float32, [BLOCK * BLOCK, 4], FLAT)
-    lower._reinterpret(gl.float32, [BLOCK, BLOCK, 4], CUBE).store(
+    reinterpret(lower, gl.float32, [BLOCK, BLOCK, 4], CUBE).store(
         gl.join(gl.join(L0, L2), gl.join(L1, L3)).reshape([BLOCK, BLOCK, 4])
     )
-    gl.thread_barrier()
+    barrier()
     L10, L20, L30 = _right(p01, Gs, strengths, 0, 1), _right(p02, Gs, strengths, 0, 2), _right(p03, Gs, strengths, 0, 3)
     L21, L31, L32 = _right(p12, Gs, strengths, 1, 2), _right(p13, Gs, strengths, 1, 3), _right(p23, Gs, strengths, 2, 3)
     high, low = _halves(_woven(_substitute(lower)))
     highs = gl.allocate_shared_memory(gl.bfloat16, [4, BLOCK, BLOCK], PLAIN)
     lows = gl.allocate_shared_memory(gl.bfloat16, [4, BLOCK, BLOCK], PLAIN)
-    highs._reinterpret(gl.bfloat16, [4, BLOCK, BLOCK], CUBE).store(high)
-    lows._reinterpret(gl.bfloat16, [4, BLOCK, BLOCK], CUBE).store(low)
-    gl.thread_barrier()
+    reinterpret(highs, gl.bfloat16, [4, BLOCK, BLOCK], CUBE).store(high)
+    reinterpret(lows, gl.bfloat16, [4, BLOCK, BLOCK], CUBE).store(low)
+    barrier()
 
     square = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], SWIZZLED)
     _assemble(square, highs, lows, L10, L20, L30, L21, L31, L32)
-    gl.thread_barrier()
+    barrier()
     r, c = gl.arange(0, CHUNK, gl.SliceLayout(1, WIDE)), gl.arange(0, CHUNK, gl.SliceLayout(0, WIDE))
     gl.store(inverse + here * CHUNK * CHUNK + r[:, None] * CHUNK + c[None, :], square.load(WIDE))
 

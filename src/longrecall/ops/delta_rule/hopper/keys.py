@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from longrecall.ops.kernels.gluon import gluon_kernel
+from longrecall.ops.kernels.gluon import async_load, barrier, gluon_kernel
 
 CHUNK = gl.constexpr(64)
 WIDTH = gl.constexpr(128)
@@ -68,15 +68,15 @@ def _fetch_block(sources, ring, slot, column: gl.constexpr, pair, pairs, T, chun
         channel = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, BLOCK_COPY))[None, :] + column
         d_out += (b * T + n * CHUNK) * (HEADS[3] * WIDTH) + value_head * WIDTH
         place = row * (HEADS[3] * WIDTH) + channel
-        async_copy.async_copy_global_to_shared(ring[0].index(slot), d_out + place, mask=row < T - n * CHUNK)
+        async_load(ring[0].index(slot), d_out + place, mask=row < T - n * CHUNK)
         place = row * WIDTH + channel
         first = here * (CHUNK * WIDTH)
-        async_copy.async_copy_global_to_shared(ring[1].index(slot), corrections + first + place)
-        async_copy.async_copy_global_to_shared(ring[2].index(slot), d_targets + first + place)
+        async_load(ring[1].index(slot), corrections + first + place)
+        async_load(ring[2].index(slot), d_targets + first + place)
         place = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, BLOCK_COPY))[:, None] * WIDTH + channel
         first = here * (WIDTH * WIDTH)
-        async_copy.async_copy_global_to_shared(ring[3].index(slot), states + first + place)
-        async_copy.async_copy_global_to_shared(ring[4].index(slot), d_states + first + place)
+        async_load(ring[3].index(slot), states + first + place)
+        async_load(ring[4].index(slot), d_states + first + place)
     async_copy.commit_group()
 
 
@@ -89,13 +89,13 @@ def _fetch_keys(sources, tiles, numbers, pair, T, chunks, HEADS: gl.constexpr):
     channel = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, TILE_COPY))[None, :]
     first = (b * T + n * CHUNK) * (HEADS[0] * WIDTH) + group * WIDTH
     place = row * (HEADS[0] * WIDTH) + channel
-    async_copy.async_copy_global_to_shared(tiles[0], q + first + place, mask=row < T - n * CHUNK)
-    async_copy.async_copy_global_to_shared(tiles[1], k + first + place, mask=row < T - n * CHUNK)
+    async_load(tiles[0], q + first + place, mask=row < T - n * CHUNK)
+    async_load(tiles[1], k + first + place, mask=row < T - n * CHUNK)
     i = gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     cumulative += ((b * HEADS[1] + head) * chunks + n) * CHUNK
-    async_copy.async_copy_global_to_shared(numbers[0], cumulative + i)
+    async_load(numbers[0], cumulative + i)
     beta += (b * T + n * CHUNK) * HEADS[1] + head
-    async_copy.async_copy_global_to_shared(numbers[1], beta + i * HEADS[1], mask=i < T - n * CHUNK)
+    async_load(numbers[1], beta + i * HEADS[1], mask=i < T - n * CHUNK)
     async_copy.commit_group()
 
 
@@ -275,17 +275,17 @@ def keys_kernel(
     for pair in range(gl.program_id(0), pairs, step):
         # Both blocks of this pair have arrived: the one group of copies still under way is the next pair's first block.
         async_copy.wait_group(1)
-        gl.thread_barrier()
+        barrier()
         fence_async_shared()
         small, large = gl.zeros([CHUNK, CHUNK], gl.float32, SQUARE), gl.zeros([CHUNK, WIDTH], gl.float32, WIDE)
         products = _multiply(ring, slot, (small, small, small, large, large, large), False)
         products = _multiply(ring, (slot + 1) % RING, products, True)
         _store_tiles(d_queries, d_keys, tiles, first * WIDTH, tokens, STATE_HEADS)
         strength = numbers[1].load(LINE)
-        gl.thread_barrier()
+        barrier()
         _fetch_keys(rows, tiles, numbers, pair, T, chunks, HEADS)
         products = warpgroup_mma_wait(7, deps=products)
-        gl.thread_barrier()
+        barrier()
         _fetch_block(blocks, ring, slot, BLOCK, pair + step, pairs, T, chunks, HEADS)
         slot = (slot + 1) % RING
         _store_numbers(results, sums, strength, weight, first, tokens, here, STATE_HEADS)
@@ -296,17 +296,17 @@ def keys_kernel(
         last = gl.load(cumulative + here * CHUNK + CHUNK - 1)
         reads, writes, same, read, written, kept = warpgroup_mma_wait(0, deps=products)
         async_copy.wait_group(1)
-        gl.thread_barrier()
+        barrier()
         _fetch_block(blocks, ring, slot, 0, pair + 2 * step, pairs, T, chunks, HEADS)
         slot = (slot + 1) % RING
         product = _keep_scores(reads, writes, same, numbers, scores, scale)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         d_q, d_k = _finish(read, written, kept, product, tiles, numbers, scores, sums, weight, last, scale)
-        gl.thread_barrier()
+        barrier()
         tiles[0].store(d_q.to(gl.bfloat16))
         tiles[1].store(d_k.to(gl.bfloat16))
-    gl.thread_barrier()
+    barrier()
     _store_tiles(d_queries, d_keys, tiles, first * WIDTH, tokens, STATE_HEADS)
     _store_numbers(results, sums, numbers[1].load(LINE), weight, first, tokens, here, STATE_HEADS)
 

@@ -27,7 +27,7 @@ from longrecall.ops.delta_rule.hopper.chunks import (
     lines_of,
     write_out,
 )
-from longrecall.ops.kernels.gluon import gluon_kernel
+from longrecall.ops.kernels.gluon import barrier, gluon_kernel
 
 
 @gluon.jit
@@ -116,7 +116,7 @@ def walk_kernel(
         rounded = S.to(gl.bfloat16)
         async_copy.wait_group(0)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         keys, P, seen = rings[1].index(slot), rings[3].index(slot), rings[2].index(slot)
         left = gl.convert_layout(rounded, ONTO_TOKENS)
         known = gl.zeros([WIDTH, CHUNK], gl.float32, TOKENS)
@@ -139,9 +139,9 @@ def walk_kernel(
             cells.store((scores * decay).to(gl.bfloat16))
             o = o * lines[2].load(COLUMN)[None, :]
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
         else:
-            gl.thread_barrier()
+            barrier()
             write_out(states + (state_row * chunks + n) * (WIDTH * WIDTH), cells, WIDTH, WIDTH, WIDTH)
         U, X = warpgroup_mma_wait(0, deps=[U, X])
         faded = gl.convert_layout((U * lines[1].load(COLUMN)[None, :]).to(gl.bfloat16), ONTO_STATE)
@@ -156,7 +156,7 @@ def walk_kernel(
             S = warpgroup_mma(faded, keys, S, is_async=True)
             tokens.permute((1, 0)).store(U.to(gl.bfloat16))
             place = corrections + (state_row * chunks + n) * (CHUNK * WIDTH)
-        gl.thread_barrier()
+        barrier()
         WIDTH_OUT: gl.constexpr = VALUE_HEADS * WIDTH if READ else WIDTH
         write_out(place, tokens, T - n * CHUNK if READ else CHUNK, WIDTH_OUT, CHUNK)
         S, faded = warpgroup_mma_wait(0, deps=[S, faded])

@@ -30,7 +30,7 @@ from longrecall.ops.delta_rule.hopper.chunks import (
     lines_of,
     write_out,
 )
-from longrecall.ops.kernels.gluon import gluon_kernel
+from longrecall.ops.kernels.gluon import barrier, gluon_kernel
 
 
 @gluon.jit
@@ -107,7 +107,7 @@ def walk_back_kernel(
         kept = gl.exp(last)
         async_copy.wait_group(0)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         queries, keys, P = rings[0].index(slot), rings[1].index(slot), rings[3].index(slot)
         d_U, left, scores, seen, d_S, faded = _begin(d_S, queries, keys, rings[2].index(slot), cells, reading, kept)
         slot = 1 - slot
@@ -119,7 +119,7 @@ def walk_back_kernel(
         weighed.store((scores * decay).to(gl.bfloat16))
         d_U = d_U * to_end.load(COLUMN)[None, :]
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         seen = gl.convert_layout(seen, ONTO_TOKENS)
         d_U = warpgroup_mma(seen, weighed, d_U, is_async=True)
         write_out(d_states + here * (WIDTH * WIDTH), cells, WIDTH, WIDTH, WIDTH)
@@ -132,7 +132,7 @@ def walk_back_kernel(
         erased = gl.convert_layout(erased.to(gl.bfloat16), ONTO_STATE)
         d_S = warpgroup_mma(erased, keys, d_S, is_async=True)
         targets.permute((1, 0)).store(d_X.to(gl.bfloat16))
-        gl.thread_barrier()
+        barrier()
         write_out(d_targets + here * (CHUNK * WIDTH), targets, CHUNK, WIDTH, CHUNK)
         d_S, erased = warpgroup_mma_wait(0, deps=[d_S, erased])
     if d_initial is not None:

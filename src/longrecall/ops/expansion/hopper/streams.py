@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
+from longrecall.ops.kernels.gluon import async_load, barrier
 from longrecall.ops.kernels.launch import processors
 
 STREAMS = 8
@@ -180,7 +181,7 @@ def fetch(into, x, texts, t, ahead, T, ROW: gl.constexpr):
     inside = gl.reshape(there.to(gl.uint32) < T.to(gl.uint32), [64])
     inside = gl.convert_layout(inside, gl.SliceLayout(1, L), assert_trivial=True)
     column = gl.arange(0, D, layout=gl.SliceLayout(0, L))[None, :]
-    async_copy.async_copy_global_to_shared(into, x + row[:, None] * ROW + column, mask=inside[:, None])
+    async_load(into, x + row[:, None] * ROW + column, mask=inside[:, None])
     async_copy.commit_group()
 
 
@@ -188,11 +189,11 @@ def fetch(into, x, texts, t, ahead, T, ROW: gl.constexpr):
 def form(y_tile, w, z_tile, Z: gl.constexpr, D: gl.constexpr):
     """y W in bfloat16 for the last tile of `fetch`. After it z is in shared memory, and y may be overwritten."""
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    barrier()
     fence_async_shared()
     none = gl.zeros([64, D], gl.float32, Z)
     z_tile.store(warpgroup_mma(y_tile, w, none, use_acc=False).to(gl.bfloat16))
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit

@@ -116,7 +116,7 @@ def _product(gate, up, place, inside):
     return activated.to(raw.dtype).to(tl.float32), slope, tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@kernel
 def silu_product_kernel(gate, up, out, count, BLOCK: tl.constexpr):
     """silu(gate) * up of neighbouring numbers."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -125,7 +125,7 @@ def silu_product_kernel(gate, up, out, count, BLOCK: tl.constexpr):
     tl.store(out + place, (activated * factor).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel
 def silu_product_backward_kernel(gate, up, d_out, d_gate, d_up, out, count, OUT: tl.constexpr, BLOCK: tl.constexpr):
     """The gradients of both factors; with OUT also the product itself, which may overwrite its own gradient."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -1,0 +1,68 @@
+"""Context parallelism of the recurrences: four processes and two (gloo, CPU) compute what one does."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from longrecall.context import ContextGroup, context_parallel, from_last, from_previous, hand_on, received
+from longrecall.errors import UserError
+from longrecall.ops.execution import context
+from tests.context.ranks import OPERATIONS
+
+
+def run_ranks(*arguments: str, timeout: float = 120, **variables: str) -> None:
+    """Start `tests.context.ranks` with variables in its environment; AssertionError with what went wrong on a rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment |= variables
+    command = [sys.executable, "-m", "tests.context.ranks", str(port), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_every_recurrence_over_two_and_four_ranks() -> None:
+    """Outputs, final states and all gradients; packed documents; parts of a model that run twice; frozen inputs."""
+    run_ranks()
+
+
+@pytest.mark.slow
+def test_layers_in_kernels_over_two_ranks() -> None:
+    """Triton's interpreter: convolutions, expansion and recurrence in one function, from states, with padding."""
+    pytest.importorskip("triton")
+    run_ranks("kernels", timeout=240, TRITON_INTERPRET="1", LONGRECALL_BACKEND="triton")
+
+
+def test_operations_are_all_that_begin_from_a_state() -> None:
+    assert {row.op for row in OPERATIONS.values()} >= {
+        "gated_linear_attention",
+        "merged_linear_attention",
+        "gated_delta_rule",
+        "generalised_delta_rule",
+        "subhead_delta_rule",
+        "selective_scan",
+        "linear_recurrence",
+        "weighted_average",
+    }
+
+
+def test_one_rank_changes_nothing() -> None:
+    x, start = torch.ones(2, 3), torch.zeros(2, 3)
+    with context_parallel(ContextGroup.alone()):
+        assert context() is None
+        assert from_previous(x, start) is start and received(start, x) is start
+        assert hand_on(x, start) == (x, start) and from_last(x, start) == (x, start)
+
+
+def test_groups_that_cannot_be_are_refused() -> None:
+    with pytest.raises(UserError, match="rank 2 is not one of a context group of 2 ranks"):
+        ContextGroup(None, 2, 2)
+    with pytest.raises(UserError, match="a context group of 2 ranks needs a process group"):
+        ContextGroup(None, 0, 2)
