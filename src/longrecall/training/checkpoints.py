@@ -35,7 +35,7 @@ _PARTIAL = re.compile(r"\.+step-\d{8}\.partial.*")
 
 FREE_TO_CHANGE = (
     "run.output", "run.save_every", "run.keep", "run.log_every", "run.threads", "run.report_to", "model.checkpoint",
-    "run.compile",
+    "run.compile", "data.workers",
 )  # fmt: skip
 """Keys of a recipe that may differ on resume: they change no number beyond the order of float sums."""
 
