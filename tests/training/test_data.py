@@ -17,7 +17,7 @@ from longrecall.training.corpora.base import Corpus, find_files
 from longrecall.training.corpora.jsonl import JsonlCorpus
 from longrecall.training.corpora.parquet import ParquetCorpus
 from longrecall.training.corpora.text import TextCorpus
-from longrecall.training.data import BatchStream
+from longrecall.training.data import BatchStream, join_positions
 from longrecall.training.encoding import DocumentEncoder
 from longrecall.training.recipe import DataRecipe
 from longrecall.training.sources import CorpusSource
@@ -359,3 +359,21 @@ def test_hub_errors(hub_folder: Callable[[list[str]], str], tmp_path: Path) -> N
         stream_of({"kind": "hub", "name": name, "column": "body"}, context=4).next_batch()
     with pytest.raises(UserError, match="cannot be opened"):
         stream_of({"kind": "hub", "name": str(tmp_path / "nothing")})
+
+
+def test_hub_dataset_is_the_same_on_any_number_of_processes(hub_folder: Callable[[list[str]], str]) -> None:
+    """Three shards, four rows, also read on row by row; a resume of two processes as one."""
+    name = Path(hub_folder([f"first {i}" for i in range(9)]))
+    for number in range(2):
+        lines = "\n".join(json.dumps({"text": f"shard {number} text {i}"}) for i in range(30))
+        (name / f"train-{number}.jsonl").write_text(lines, encoding="utf-8")
+    source = {"kind": "hub", "name": str(name)}
+    one, two = stream_of(source), [stream_of(source, batch=2, data_rank=rank, data_world=2) for rank in range(2)]
+    assert len({tuple(row.tolist()) for row in one.next_batch()["input_ids"]}) == 4
+    one = stream_of(source)
+    for _ in range(7):
+        halves = [stream.next_batch()["input_ids"] for stream in two]
+        assert torch.equal(one.next_batch()["input_ids"], torch.cat(halves))
+    again = stream_of(source)
+    again.restore(json.loads(json.dumps(join_positions([stream.position() for stream in two]))))
+    assert same(again.next_batch(), one.next_batch())

@@ -175,7 +175,7 @@ def test_a_worker_that_fails_or_is_killed_ends_the_run_with_a_line(
     assert "\n" not in str(caught.value)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(n=st.integers(1, 200_000), places=st.lists(st.integers(0, 1 << 40), max_size=20), seed=st.integers(0, 9))
 def test_an_order_is_a_permutation(n: int, places: list[int], seed: int) -> None:
     order = Order(n, seed)

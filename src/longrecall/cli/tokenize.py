@@ -60,5 +60,6 @@ def run(args: argparse.Namespace) -> int:
         reused = f", {summary.reused} of them by an interrupted run" if summary.reused else ""
         amount = f"{summary.tokens:,} tokens ({summary.dtype}) of {summary.documents:,} documents"
         print(f"wrote {summary.output}: {amount} in {summary.shards:,} shards{reused}")
-    print(f"in a recipe: data.sources: [{{kind: tokens, path: {summaries[0].output}}}]")
+    sources = ", ".join(f"{{kind: tokens, path: {summary.output}}}" for summary in summaries)
+    print(f"in a recipe: data.sources: [{sources}]")
     return 0

@@ -154,7 +154,7 @@ class _Lane:
         """Return how many tokens of the first document of all are left out."""
         lanes, start = self._source.lanes, self._source.starts[self._lane]
         if self._turn >= self._own_turns():
-            return len(tokens) * start // lanes
+            return len(tokens) * (start + 1) // (lanes + 1)  # one lane has it as its own, from the start
         if not self._walks_always():
             return 0
         first, share = divmod(self._source.corpus.size(self.chunk()) * start, lanes)
