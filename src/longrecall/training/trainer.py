@@ -316,6 +316,7 @@ class RunCallback(TrainerCallback):
             "touched_learning_rate": factor * job.recipe.optimizer.touched_rate,
             "gradient_norm": None if trainer.gradient_norm is None else float(trainer.gradient_norm),
             "tokens_per_second": round(self._clock.rate(), 1),
+            "data_wait": round(job.stream.waited_share(), 4),
         }
         if isinstance(job.recipe.initial_state, LearnedRecipe):
             row["initial_state_learning_rate"] = factor * job.recipe.initial_state.learning_rate

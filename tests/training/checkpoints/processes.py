@@ -125,35 +125,7 @@ def on_processes(run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def shim():
-    from longrecall.training import data, run
-
-    if hasattr(data, "join_positions"):
-        return
-    real = data.BatchStream
-
-    class Global(torch.utils.data.IterableDataset):
-        def __init__(self, recipe, tokenizer, rows, rank=0, world=1, continued=False):
-            self.s = real(recipe, tokenizer, rows * world, continued=continued)
-            self.at = slice(rank * rows, rank * rows + rows)
-            self.context_length = recipe.context_length
-            self.next_batch = lambda: next(iter(self))
-
-        def __iter__(self):
-            while True:
-                yield {k: v[self.at] if k != "first" else v for k, v in self.s.next_batch().items()}
-
-        def position(self):
-            return self.s.position()
-
-        def restore(self, p):
-            self.s.restore(p)
-
-    run.BatchStream = Global
-
-
 def main() -> None:
-    shim()
     torch.set_num_threads(1)
     agreement.PATIENCE = 0.3
     plan = Path(sys.argv[1])

@@ -62,7 +62,7 @@ def carry_out(folder: Path, runs: list[Any], timeout: float = 240) -> list[Any]:
 def rows(output: Path) -> list[Any]:
     """The log, without the speed of the machine."""
     found = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in found]
+    return [{key: row[key] for key in row if key not in ("tokens_per_second", "data_wait")} for row in found]
 
 
 def same(one: Path, other: Path) -> bool:
