@@ -46,7 +46,7 @@ from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch, w
 from longrecall.training.optimizer import freeze_parameters
 from longrecall.training.parallel.agreement import check_same_run, check_shared_folder
 from longrecall.training.parallel.launcher import apart_from_launcher, check_devices, launched, on_cpu, world_size
-from longrecall.training.parallel.place import Place, make_place
+from longrecall.training.parallel.place import Place, make_place, naming_the_dead
 from longrecall.training.parallel.shard import own_rows, shard_model
 from longrecall.training.recipe import Recipe
 from longrecall.training.summary import TrainingSummary, plan, recipe_groups
@@ -121,11 +121,13 @@ def run_recipe(
                 job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
             job.evaluation = resumed(evaluation, saved.state if saved is not None else {})
             clock = Stopwatch()
-            if saved is None or not ended(saved.state, saved.step, job.steps):
-                _train(job, arguments)
-            else:
-                job.restore_initial(saved.share_of(place))
-            return _finish(job, summary, clock.seconds())
+            with naming_the_dead(place):
+                if saved is None or not ended(saved.state, saved.step, job.steps):
+                    _train(job, arguments)
+                else:
+                    with place.together():
+                        job.restore_initial(saved.share_of(place))
+                return _finish(job, summary, clock.seconds())
 
 
 def _source(recipe: Recipe, output: Path) -> tuple[Checkpoint, Any]:

@@ -266,15 +266,16 @@ class RunCallback(TrainerCallback):
 
     def _restore(self, saved: SavedRun) -> None:
         job, trainer = self._job, self.trainer
-        restore_optimizer(job.model, trainer.active_optimizer, saved.optimizer)
+        with job.processes.together():
+            restore_optimizer(job.model, trainer.active_optimizer, saved.optimizer)
+            own = saved.share_of(job.processes)
+            job.stream.restore(own.data["position"])
         trainer.active_scheduler.load_state_dict(saved.state["scheduler"])
         rates = saved.state["scheduler"]["_last_lr"]
         for group, rate in zip(trainer.active_optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         if trainer.accelerator.scaler is not None and saved.state["scaler"]:
             trainer.accelerator.scaler.load_state_dict(saved.state["scaler"])
-        own = saved.share_of(job.processes)
-        job.stream.restore(own.data["position"])
         job.restore_initial(own)
         trainer.loss_sum = own.tensors[LOSS].to(trainer.loss_sum.device)
         if AUXILIARY in own.tensors:
