@@ -66,9 +66,8 @@ MODELS: dict[str, dict[str, Any]] = {
         ],
     },
     "shared block": {"layers": [LENDER, {"mixer": MIXERS["gla_conv"]}, BORROWER]},
-    # A mixture of experts, whose balance is that of all tokens; channels for which experts are chosen in groups; MLA.
+    # A mixture of experts, whose balance is that of all tokens.
     "nemotron": HYBRIDS["nemotron"],
-    "kimi": HYBRIDS["kimi"],
     # Values that later layers take of the first.
     "values": HYBRIDS["rwkv"],
     **{
@@ -83,7 +82,7 @@ IN_FLOAT32 = (
 """Mixers, each in a model of its own."""
 
 
-OVER_TWO = ("attention", "nested", "convolutions", "nemotron")
+OVER_TWO = ("attention", "nested")
 """Models that two ranks read too."""
 
 
