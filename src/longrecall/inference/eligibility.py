@@ -38,6 +38,25 @@ def why_no_graph_by_design(model: RecurrentLM) -> str | None:
     return why_no_step(model)
 
 
+def why_no_recording(model: RecurrentLM) -> str | None:
+    """Return why tokens are not decoded by recorded calls on a CPU, in plain words; None when they are."""
+    if not model.decoding.graphs:
+        return "model.decoding.graphs is off"
+    if model.device.type != "cpu":
+        return f"the model is on {model.device.type}"
+    if model.training:
+        return "the model is in training mode"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on"
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return "somebody watches the calls of torch"
+    if "forward" in vars(model):
+        return "the model has another forward method than its class"
+    if any(layer._compiled_call_impl is not None for layer in model.model.layers):
+        return "its layers are compiled"
+    return why_not_fixed(model) or why_not_as_built(model)
+
+
 def _first_reason(model: RecurrentLM, reason: Callable[[MixerConfig], str | None]) -> str | None:
     """The first layer that has a reason, named; None when none has."""
     # What every module was built from, without reading (and checking) the model's config again.
