@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from longrecall.inference import reader as reader  # it puts itself into the model
 from longrecall.inference.eligibility import room_for, why_no_graph, why_no_recording
 from longrecall.inference.reading import captured_step, read_captured, recorded_step
 from longrecall.inference.recorded_step import RecordedStep

@@ -186,8 +186,8 @@ class _Survey(_Watch):
                 if whole and x.numel() == x.shape[-1] and _memory(x) not in self.written:
                     groups.setdefault(id(x), []).append(index)
         several = [indices for indices in groups.values() if len(indices) > 1]
-        size = lambda indices: sum(self.calls[i].args[1].nbytes for i in indices)  # noqa: E731
-        return {indices[0]: indices for indices in several if size(indices) <= MOST_KEPT}
+        sizes = [sum(self.calls[i].args[1].nbytes for i in indices) for indices in several]
+        return {indices[0]: indices for indices, size in zip(several, sizes, strict=True) if size <= MOST_KEPT}
 
 
 class _Program(_Watch):
