@@ -5,6 +5,8 @@ It computes what a plain forward pass computes, to the last bit (inference/recor
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ class RecordedStep:
         self.ids = torch.zeros(batch, dtype=torch.long, device=model.device)
         self.state: RecurrentState | None = None
         self.calls: RecordedCalls | None = None
-        self.layout: list[tuple[int, ...]] = []
+        self.layout: list[tuple[Any, ...]] = []
         self.plain, self.why_plain = 0, ""
         self.repeating = False
 
@@ -55,9 +57,9 @@ class RecordedStep:
         """The logits of a plain forward pass; None where from now on the recorded calls serve."""
         assert self.state is not None
         tensors = _tensors(self.state)
-        layout = [tensor.stride() for tensor in tensors]
+        layout = _layout(tensors)
         if self.calls is None and self.plain >= PLAIN_FIRST and not self.why_plain:
-            self._record(tensors)
+            self._record(tensors, layout)
         # The state that a prompt leaves may lie otherwise in memory: then the first token is read by a plain pass.
         if self.calls is not None and layout == self.layout:
             for buffer, tensor in zip(self.calls.state, tensors, strict=True):
@@ -68,9 +70,9 @@ class RecordedStep:
         logits, self.state = self._pass(self.ids, self.state)
         return logits
 
-    def _record(self, tensors: list[Tensor]) -> None:
+    def _record(self, tensors: list[Tensor], layout: list[tuple[Any, ...]]) -> None:
         assert self.state is not None
-        like, layout = self.state, [tensor.stride() for tensor in tensors]
+        like = self.state
 
         def function(ids: Tensor, *state: Tensor) -> list[Tensor]:
             logits, after = self._pass(ids, _state_of(list(state), like))
@@ -85,6 +87,11 @@ class RecordedStep:
     def _pass(self, ids: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
         hidden, after, _, _ = self.body(self.body.embeddings(ids[:, None]), state, None, ids=ids[:, None])
         return self.logit_scale(self.lm_head(hidden))[:, -1], after
+
+
+def _layout(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
+    """What the calls that are made on such tensors depend on."""
+    return [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
 
 
 def _tensors(state: RecurrentState) -> list[Tensor]:
