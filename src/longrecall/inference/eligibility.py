@@ -15,6 +15,7 @@ from longrecall.inference.segments import LENGTHS
 from longrecall.layers.descriptions.base import NO_ROOM, MixerConfig
 from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
 from longrecall.models.state import RecurrentState
+from longrecall.ops.execution import context
 
 MOST_ROOM = 131072
 """Tokens of a prompt that is read in segments by a model with retrieval or attention, whose keys stay in memory."""
@@ -48,6 +49,8 @@ def why_no_recording(model: RecurrentLM) -> str | None:
         return "the model is in training mode"
     if torch.is_autocast_enabled("cpu"):
         return "autocast is on"
+    if context() is not None:
+        return "its sequences are cut over ranks"
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return "somebody watches the calls of torch"
     if "forward" in vars(model):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -63,7 +63,27 @@ class SegmentReader:
         length = segment_length(model, rows, columns)
         if length >= columns or why_one_pass(model, text, wanted) is not None:
             return None
-        return _read(model, _Rows(text), length, wanted)
+        return _read(model, Rows(text), Plan(length, _segment), wanted)
+
+
+class Pass(Protocol):
+    """Reads one segment of a text."""
+
+    def __call__(
+        self, model: RecurrentLM, given: Rows, state: RecurrentState | None, own: slice, keep_hidden: bool
+    ) -> tuple[Tensor, RecurrentState, list[Tensor]] | None:
+        """Hidden states ``[N, S, d]`` of the columns `own`, the state after them and, if asked for, all streams.
+
+        None where a layer returns a loss of its own, which is one of the whole text.
+        """
+        ...
+
+
+class Plan(NamedTuple):
+    """How a text is read: so many columns at a time, each by such a pass."""
+
+    length: int
+    segment: Pass
 
 
 def _kind(device: torch.device) -> str:
@@ -135,7 +155,7 @@ def _given(text: Text) -> list[Tensor]:
     return states if text.embeddings is None else [text.embeddings, *states]
 
 
-class _Rows:
+class Rows:
     """A text as the rows that are read, a document each, and where a position of the caller's rows is among them."""
 
     def __init__(self, text: Text) -> None:
@@ -163,7 +183,7 @@ class _Rows:
 class _Selection:
     """Some positions ``[n]`` of a text, to be found in segments: each knows which number it has among them."""
 
-    def __init__(self, given: _Rows, positions: Tensor) -> None:
+    def __init__(self, given: Rows, positions: Tensor) -> None:
         rows, columns = given.find(positions)
         self.columns, self.numbers = columns.sort(stable=True)
         self.rows = rows[self.numbers]
@@ -176,7 +196,7 @@ class _Selection:
         return hidden[self.rows[own], self.columns[own] - start], self.numbers[own]
 
 
-def _read(model: RecurrentLM, given: _Rows, length: int, wanted: Wanted) -> Read | None:
+def _read(model: RecurrentLM, given: Rows, plan: Plan, wanted: Wanted) -> Read | None:
     rows, columns, device = given.rows, given.columns, given.source.device
     everywhere = torch.arange(rows * columns, device=device)
     loss = _Loss(model, given, wanted) if wanted.labels is not None and wanted.loss_only else None
@@ -189,8 +209,8 @@ def _read(model: RecurrentLM, given: _Rows, length: int, wanted: Wanted) -> Read
     logits: Tensor | None = None
     streams: list[Tensor] = []
     state = given.state
-    for start in range(0, given.source.shape[1], length):
-        found = _segment(model, given, state, slice(start, start + length), wanted.hidden_states)
+    for start in range(0, given.source.shape[1], plan.length):
+        found = plan.segment(model, given, state, slice(start, start + plan.length), wanted.hidden_states)
         if found is None:
             return None
         hidden, state, pieces = found
@@ -209,17 +229,14 @@ def _read(model: RecurrentLM, given: _Rows, length: int, wanted: Wanted) -> Read
                 stream[numbers] = vectors
     assert state is not None
     logits = None if logits is None else logits.view(rows, len(kept), -1)
-    value = None if wanted.labels is None else _loss_of(logits, wanted, length) if loss is None else loss.value()
+    value = None if wanted.labels is None else _loss_of(logits, wanted, plan.length) if loss is None else loss.value()
     return Read(logits, value, state, [stream.view(rows, columns, -1) for stream in streams])
 
 
 def _segment(
-    model: RecurrentLM, given: _Rows, state: RecurrentState | None, own: slice, keep_hidden: bool
+    model: RecurrentLM, given: Rows, state: RecurrentState | None, own: slice, keep_hidden: bool
 ) -> tuple[Tensor, RecurrentState, list[Tensor]] | None:
-    """Hidden states ``[N, S, d]`` of some columns, the state after them and, if asked for, all streams.
-
-    None where a layer returns a loss of its own, which is one of the whole text.
-    """
+    """`Pass`: the layers of the model, as ever."""
     ids = None if given.ids is None else given.ids[:, own]
     x = embedded(cast(Tensor, ids), model.model.embeddings) if given.embeddings is None else given.embeddings[:, own]
     mask = None if given.mask is None else given.mask[:, own]
@@ -234,7 +251,7 @@ def _segment(
 class _Loss:
     """The loss of labels, from hidden states as they come."""
 
-    def __init__(self, model: RecurrentLM, given: _Rows, wanted: Wanted) -> None:
+    def __init__(self, model: RecurrentLM, given: Rows, wanted: Wanted) -> None:
         assert wanted.labels is not None
         self.model, self.labels, self.items = model, wanted.labels, wanted.items
         targets = torch.nn.functional.pad(wanted.labels[:, 1:], (0, 1), value=-100).flatten()
