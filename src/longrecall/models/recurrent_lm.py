@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,10 @@ from longrecall.models.config import RecurrentConfig
 from longrecall.models.fingerprints import fingerprint
 from longrecall.models.generation import NO_ATTENTIONS, DecodingOptions, RecurrentGeneration
 from longrecall.models.logits import Head, LogitScale, loss_without_logits
+from longrecall.models.long_texts import Read, Text, TextReader, Wanted
 from longrecall.models.losses import Items, label_count, next_token_loss, predicted_labels
 from longrecall.models.output import RecurrentOutput
-from longrecall.models.packed_documents import PACKED, find_fragments
+from longrecall.models.packed_documents import PACKED, Fragments, find_fragments
 from longrecall.models.pieces import (
     agreed_mask,
     count_tokens,
@@ -36,7 +37,7 @@ from longrecall.models.pretrained import RecurrentPreTrainedModel
 from longrecall.models.recurrent_layer import RecurrentLayer as RecurrentLayer
 from longrecall.models.sizes import norm_config
 from longrecall.models.state import RecurrentState, zero_state
-from longrecall.models.token_ids import check_range, embedded, padding_mask
+from longrecall.models.token_ids import check_form, check_range, embedded, padding_mask
 from longrecall.ops.borders import whole_sequences
 from longrecall.ops.execution import as_states_are_read_now, with_row_pieces
 
@@ -207,6 +208,7 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
 
     model: RecurrentModel
     lm_head: nn.Linear
+    text_reader: ClassVar[TextReader | None] = None
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__(config)
@@ -300,12 +302,14 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
                 "past_key_values must be a RecurrentState, as a forward pass returns it; got "
                 f"{type(past_key_values).__name__}"
             )
-        x = embedded(cast(Tensor, input_ids), self.model.embeddings) if inputs_embeds is None else inputs_embeds
-        rows, columns = x.shape[:2]
+        if inputs_embeds is None:
+            check_form(cast(Tensor, input_ids))
+        source = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
+        rows, columns = source.shape[:2]
         mask = None if attention_mask is None else padding_mask(attention_mask, rows, columns)
         given = {"labels": labels, "past_key_values": past_key_values, "attention_mask": attention_mask}
         packed = {name: kwargs.get(name) for name in PACKED} | {"cu_seqlens": cu_seqlens, "position_ids": position_ids}
-        mask = agreed_mask(x, mask, given | packed, self.model.layers)
+        mask = agreed_mask(source, mask, given | packed, self.model.layers)
         if cu_seqlens is None:
             cu_seqlens = find_all_documents(rows, columns, mask, position_ids, kwargs)
         elif rows != 1 or mask is not None:
@@ -314,13 +318,13 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         labels = None if labels is None else with_next_label(labels)
         if labels is not None and mask is not None:
             labels, items = predicted_labels(labels, mask, items)
-        keep = bool(output_hidden_states)
-        if cu_seqlens is None:
-            hidden, state, streams, losses = self.model(x, past_key_values, mask, keep, input_ids)
-        else:
-            hidden, state, streams, losses = self._read_documents(x, past_key_values, cu_seqlens, keep, input_ids)
+        documents = None
+        if cu_seqlens is not None:
+            documents = find_fragments(cu_seqlens, rows, columns, has_every_document(self.config))
+        text = Text(input_ids, inputs_embeds, mask, past_key_values, documents)
+        wanted = Wanted(labels, items, logits_to_keep, loss_only, bool(output_hidden_states))
         try:
-            logits, loss = self._logits_and_loss(hidden, labels, logits_to_keep, loss_only, items)
+            (logits, loss, state, streams), losses = self._read(text, wanted)
         except IndexError:
             if labels is not None:
                 check_range(labels[labels != -100], self.model.embeddings)
@@ -337,12 +341,27 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         )
         return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()
 
+    def _read(self, text: Text, wanted: Wanted) -> tuple[Read, list[Tensor]]:
+        """What is wanted of a text, and the layers' own losses."""
+        reader = self.text_reader
+        if reader is not None and not torch.compiler.is_compiling() and reader.may_cut(text.source):
+            found = reader.read(self, text, wanted)
+            if found is not None:
+                return found, []
+        ids, documents, keep_hidden = text.ids, text.documents, wanted.hidden_states
+        x = embedded(cast(Tensor, ids), self.model.embeddings) if text.embeddings is None else text.embeddings
+        if documents is None:
+            hidden, state, streams, losses = self.model(x, text.state, text.mask, keep_hidden, ids)
+        else:
+            hidden, state, streams, losses = self._read_documents(x, text.state, documents, keep_hidden, ids)
+        options = (wanted.labels, wanted.logits_to_keep, wanted.loss_only, wanted.items)
+        return Read(*self._logits_and_loss(hidden, *options), state, streams), losses
+
     def _read_documents(
-        self, x: Tensor, state: RecurrentState | None, cu_seqlens: Tensor, keep_hidden: bool, ids: Tensor | None
+        self, x: Tensor, state: RecurrentState | None, documents: Fragments, keep_hidden: bool, ids: Tensor | None
     ) -> tuple[Tensor, RecurrentState, list[Tensor], list[Tensor]]:
         """As `RecurrentModel.forward`, for documents side by side, each from a row of the state."""
-        rows, columns = x.shape[:2]
-        documents = find_fragments(cu_seqlens, rows, columns, has_every_document(self.config))
+        rows = x.shape[0]
         ids = None if ids is None else documents.apart(ids)
         read = (documents.mask, keep_hidden, ids)
         if documents.pieces is None:
