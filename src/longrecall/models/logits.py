@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from longrecall.layers.access import is_hooked
 from longrecall.layers.projections import is_plain
-from longrecall.models.losses import Items, next_token_loss_of_hidden
+from longrecall.models.long_texts import Wanted
+from longrecall.models.losses import Items, next_token_loss, next_token_loss_of_hidden
 
 
 class Head(nn.Linear):
@@ -50,3 +51,21 @@ class LogitScale(NamedTuple):
         if self.soft_cap is not None:
             logits = (logits / self.soft_cap).tanh() * self.soft_cap
         return logits
+
+
+def logits_and_loss(
+    head: nn.Module, scale: LogitScale, hidden: Tensor, wanted: Wanted
+) -> tuple[Tensor | None, Tensor | None]:
+    """What is wanted of hidden states ``[B, T, d]``: logits ``[B, n, vocab]`` and a loss (ValueError: no labels)."""
+    labels, keep = wanted.labels, wanted.logits_to_keep
+    if wanted.loss_only and labels is None:
+        raise ValueError("loss_only needs labels")
+    if wanted.loss_only and labels is not None and scale.soft_cap is None:
+        states = hidden if scale.multiplier == 1.0 else hidden * scale.multiplier
+        alone = loss_without_logits(head, states, labels, wanted.items)
+        if alone is not None:
+            return None, alone
+    kept = slice(-keep, None) if isinstance(keep, int) else keep
+    logits = scale(head(hidden[:, kept] if not isinstance(keep, int) or keep else hidden))
+    loss = None if labels is None else next_token_loss(logits, labels, wanted.items)
+    return (None if wanted.loss_only else logits), loss

@@ -19,9 +19,9 @@ from longrecall.models.captured_steps import CapturedSteps, forget_moved
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.fingerprints import fingerprint
 from longrecall.models.generation import NO_ATTENTIONS, DecodingOptions, RecurrentGeneration
-from longrecall.models.logits import Head, LogitScale, loss_without_logits
+from longrecall.models.logits import Head, LogitScale, logits_and_loss
 from longrecall.models.long_texts import Read, Text, TextReader, Wanted
-from longrecall.models.losses import Items, label_count, next_token_loss, predicted_labels
+from longrecall.models.losses import label_count, predicted_labels
 from longrecall.models.output import RecurrentOutput
 from longrecall.models.packed_documents import PACKED, Fragments, find_fragments
 from longrecall.models.pieces import (
@@ -354,8 +354,7 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
             hidden, state, streams, losses = self.model(x, text.state, text.mask, keep_hidden, ids)
         else:
             hidden, state, streams, losses = self._read_documents(x, text.state, documents, keep_hidden, ids)
-        options = (wanted.labels, wanted.logits_to_keep, wanted.loss_only, wanted.items)
-        return Read(*self._logits_and_loss(hidden, *options), state, streams), losses
+        return Read(*logits_and_loss(self.lm_head, self.logit_scale, hidden, wanted), state, streams), losses
 
     def _read_documents(
         self, x: Tensor, state: RecurrentState | None, documents: Fragments, keep_hidden: bool, ids: Tensor | None
@@ -374,24 +373,6 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         hidden, *streams = (documents.together(y, rows) for y in (hidden, *streams))
         after = replace(after, length=documents.longest + (0 if state is None else state.length))
         return hidden, after, streams, losses
-
-    def _logits_and_loss(
-        self, hidden: Tensor, labels: Tensor | None, logits_to_keep: int | Tensor, loss_only: bool, items: Items
-    ) -> tuple[Tensor | None, Tensor | None]:
-        if loss_only and labels is None:
-            raise ValueError("loss_only needs labels")
-        scale = self.logit_scale
-        if loss_only and labels is not None and scale.soft_cap is None:
-            states = hidden if scale.multiplier == 1.0 else hidden * scale.multiplier
-            alone = loss_without_logits(self.lm_head, states, labels, items)
-            if alone is not None:
-                return None, alone
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = scale(
-            self.lm_head(hidden[:, kept] if not isinstance(logits_to_keep, int) or logits_to_keep else hidden)
-        )
-        loss = None if labels is None else next_token_loss(logits, labels, items)
-        return (None if loss_only else logits), loss
 
     def zero_state(self, batch_size: int) -> RecurrentState:
         """The state before the first token: zeros, or what the model's memory tokens leave, on the model's device."""
