@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from longrecall.layers.lending import lent_parameters
@@ -49,6 +49,8 @@ def shard_model(model: RecurrentLM, place: Place, precision: str = "fp32") -> No
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=inside, ignored_params=lent)
     fully_shard(model, mesh=mesh, mp_policy=whole)
+    # Memory tokens are read by all layers before a batch is.
+    register_fsdp_forward_method(model, "zero_state")
 
 
 def as_sharded(model: nn.Module) -> FSDPModule:
@@ -78,40 +80,16 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def as_held(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return this process's part of a whole value that belongs to a parameter, spread in the same way."""
-    rows = own_rows(parameter)
-    if rows is None or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
-        return value  # also the count of steps
-    return DTensor.from_local(
-        value[slice(*rows)].contiguous(),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-def gathered_weights(model: RecurrentLM, keep: bool) -> dict[str, Tensor]:
-    """Return all weights and buffers on the CPU, gathered one by one; all processes call this.
-
-    Args:
-        keep: whether this process wants them; the others get an empty dictionary.
-    """
-    found = {}
-    for name, tensor in model.state_dict().items():
-        full = whole(tensor.detach())
-        if keep:
-            found[name] = full.cpu()
-    return found
-
-
 def average_replicated(parameters: Iterable[nn.Parameter]) -> None:
     """Average over all processes the gradients of parameters that FSDP does not own: learned initial states."""
-    gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
-    if not gradients:
+    own = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
+    if not own:
         return
+    for parameter in own:
+        if parameter.grad is None:
+            # Of the ranks of a context group only the first reads the initial state; all take part in the sum.
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [cast(Tensor, parameter.grad) for parameter in own]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     torch.distributed.all_reduce(flat)
     flat /= torch.distributed.get_world_size()
