@@ -189,10 +189,11 @@ class RecurrentTrainer(Trainer):
         self.micro_batches_left -= 1
         self._backward(loss, last=self.micro_batches_left == 0)
         counted = share / job.processes.context_world
-        self.loss_sum += mean.detach() * counted
+        shown: Tensor = mean.detach() * counted
+        self.loss_sum += shown
         for own in auxiliary:
             self.auxiliary_sum = own * counted + (0.0 if self.auxiliary_sum is None else self.auxiliary_sum)
-        return loss.detach()
+        return shown
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         """Add to the gradients; after the `last` micro-batch of a step they are those of all processes."""
