@@ -148,9 +148,10 @@ def measure() -> dict[str, float]:
     return layer_times() | model_times() if torch.cuda.is_available() else cpu_times()
 
 
-def run(tree: Path) -> dict[str, float]:
-    """`measure` in a process that imports longrecall from `tree`."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree / "src"), os.environ.get("PYTHONPATH", "")])}
+def run(tree: Path, site: str = "") -> dict[str, float]:
+    """`measure` in a process that imports longrecall from `tree`, and what the folder `site` has from there."""
+    path = os.pathsep.join(filter(None, (str(tree / "src"), site, os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path}
     command = [sys.executable, __file__, "--measure"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
