@@ -23,11 +23,13 @@ from longrecall.models.generation import NO_ATTENTIONS, DecodingOptions, Recurre
 from longrecall.models.logits import LogitScale
 from longrecall.models.losses import Items, label_count, next_token_loss, next_token_loss_of_hidden, predicted_labels
 from longrecall.models.output import RecurrentOutput
-from longrecall.models.packed_documents import find_fragments
+from longrecall.models.packed_documents import PACKED, find_fragments
 from longrecall.models.pieces import (
     agreed_mask,
     count_tokens,
     find_all_documents,
+    has_every_document,
+    states_of_documents,
     states_of_last,
     with_next_label,
 )
@@ -35,8 +37,9 @@ from longrecall.models.pretrained import RecurrentPreTrainedModel
 from longrecall.models.recurrent_layer import RecurrentLayer as RecurrentLayer
 from longrecall.models.sizes import norm_config
 from longrecall.models.state import RecurrentState, zero_state
-from longrecall.models.token_ids import check_range, embedded
-from longrecall.ops.execution import as_states_are_read_now, with_context
+from longrecall.models.token_ids import check_range, embedded, padding_mask
+from longrecall.ops.borders import whole_sequences
+from longrecall.ops.execution import as_states_are_read_now, with_row_pieces
 
 
 class RecurrentModel(RecurrentPreTrainedModel):
@@ -75,7 +78,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         """
         assert self.memory_tokens is not None
         # Every rank reads all of them: they come before the first piece of a text that is cut over ranks.
-        with with_context(None):
+        with whole_sequences():
             return self._after_memory_tokens(self.memory_tokens[None], rows)
 
     def _after_memory_tokens(self, x: Tensor, rows: int) -> RecurrentState:
@@ -123,9 +126,9 @@ class RecurrentModel(RecurrentPreTrainedModel):
         context = self._token_context(state, mask, ids) if context is None else context
         dtype = x.dtype
         position = x.new_zeros(batch, dtype=torch.long) if state is None else state.position
-        stream, counts = self.stream_of(x), count_tokens(length, mask)
+        stream, counts = self.stream_of(x), count_tokens(position, length, mask)
         new_layers, (x, update), hidden, losses = self._through_layers(
-            stream, dtype, state, mask, position + counts.before, context, keep_hidden
+            stream, dtype, state, mask, counts.position, context, keep_hidden
         )
         _, x = self.norm.of_stream(x, update, dtype)
         if keep_hidden:
@@ -133,7 +136,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         x, new_layers = states_of_last(x, new_layers, self.config)
         columns = counts.columns + (0 if state is None else state.length)
         kept = None if context is None else context.ids
-        return x, RecurrentState(tuple(new_layers), position + counts.total, columns, kept), hidden, losses
+        return x, RecurrentState(tuple(new_layers), counts.after, columns, kept), hidden, losses
 
     def _through_layers(
         self,
@@ -254,6 +257,13 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
     ) -> RecurrentOutput | tuple[Any, ...]:
         """Read tokens from a state; nothing that was passed in is changed.
 
+        Inside `context_parallel` every rank gives its piece of the sequences: the columns of `input_ids`, `labels`,
+        `attention_mask` and `position_ids`, as many as each other rank. `past_key_values` is the state before the
+        first piece, `cu_seqlens` are the boundaries in whole sequences; both are the same on all ranks. Logits are
+        those of the piece. The loss is that of whole sequences and the returned state the one after the last piece,
+        on every rank. Backward passes give each rank a part of the gradient: parameters' gradients, ADDED UP over the
+        ranks of the group (not averaged), are those of one process. `num_items_in_batch` counts labels of whole rows.
+
         Args:
             input_ids: int64 ``[B, T]`` (or `inputs_embeds` ``[B, T, d]``).
             attention_mask: 0/1 ``[B, T]`` or longer (the last T columns count); 0 = padding, skipped as if not there.
@@ -291,17 +301,10 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
             )
         x = embedded(cast(Tensor, input_ids), self.model.embeddings) if inputs_embeds is None else inputs_embeds
         rows, columns = x.shape[:2]
-        mask = None
-        if attention_mask is not None:
-            # A narrower one would be broadcast: a whole row, or none, would count as padding.
-            if attention_mask.ndim != 2 or attention_mask.shape[0] != rows or attention_mask.shape[1] < columns:
-                raise ValueError(
-                    f"attention_mask must be [{rows}, {columns}] or longer; got {list(attention_mask.shape)}"
-                )
-            mask = attention_mask[:, -columns:].bool()
-            mask = None if bool(mask.all()) else mask
-        arguments = {"labels": labels, "past_key_values": past_key_values, "cu_seqlens": cu_seqlens}
-        mask = agreed_mask(x, mask, arguments | {"attention_mask": attention_mask})
+        mask = None if attention_mask is None else padding_mask(attention_mask, rows, columns)
+        given = {"labels": labels, "past_key_values": past_key_values, "attention_mask": attention_mask}
+        packed = {name: kwargs.get(name) for name in PACKED} | {"cu_seqlens": cu_seqlens, "position_ids": position_ids}
+        mask = agreed_mask(x, mask, given | packed, self.model.layers)
         if cu_seqlens is None:
             cu_seqlens = find_all_documents(rows, columns, mask, position_ids, kwargs)
         elif rows != 1 or mask is not None:
@@ -310,16 +313,11 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         labels = None if labels is None else with_next_label(labels)
         if labels is not None and mask is not None:
             labels, items = predicted_labels(labels, mask, items)
-        documents = None
-        if cu_seqlens is not None:
-            documents = find_fragments(cu_seqlens, rows, columns)
-            x, mask = documents.apart(x), documents.mask
-            input_ids = None if input_ids is None else documents.apart(input_ids)
-        hidden, state, streams, losses = self.model(x, past_key_values, mask, bool(output_hidden_states), input_ids)
-        if documents is not None:
-            hidden, *streams = (documents.together(x, rows) for x in (hidden, *streams))
-            before = 0 if past_key_values is None else past_key_values.length
-            state = replace(state, length=before + documents.longest)
+        keep = bool(output_hidden_states)
+        if cu_seqlens is None:
+            hidden, state, streams, losses = self.model(x, past_key_values, mask, keep, input_ids)
+        else:
+            hidden, state, streams, losses = self._read_documents(x, past_key_values, cu_seqlens, keep, input_ids)
         try:
             logits, loss = self._logits_and_loss(hidden, labels, logits_to_keep, loss_only, items)
         except IndexError:
@@ -337,6 +335,25 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
             auxiliary_loss=auxiliary,
         )
         return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()
+
+    def _read_documents(
+        self, x: Tensor, state: RecurrentState | None, cu_seqlens: Tensor, keep_hidden: bool, ids: Tensor | None
+    ) -> tuple[Tensor, RecurrentState, list[Tensor], list[Tensor]]:
+        """As `RecurrentModel.forward`, for documents side by side, each from a row of the state."""
+        rows, columns = x.shape[:2]
+        documents = find_fragments(cu_seqlens, rows, columns, has_every_document(self.config))
+        ids = None if ids is None else documents.apart(ids)
+        read = (documents.mask, keep_hidden, ids)
+        if documents.pieces is None:
+            hidden, after, streams, losses = self.model(documents.apart(x), state, *read)
+        else:
+            begin = None if state is None else state.select_rows(documents.pieces.rows)
+            with with_row_pieces(documents.pieces):
+                hidden, after, streams, losses = self.model(documents.apart(x), begin, *read)
+                hidden, after = states_of_documents(hidden, after)
+        hidden, *streams = (documents.together(y, rows) for y in (hidden, *streams))
+        after = replace(after, length=documents.longest + (0 if state is None else state.length))
+        return hidden, after, streams, losses
 
     def _logits_and_loss(
         self, hidden: Tensor, labels: Tensor | None, logits_to_keep: int | Tensor, loss_only: bool, items: Items

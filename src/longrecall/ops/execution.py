@@ -31,7 +31,7 @@ from torch import Tensor
 from longrecall.errors import UserError
 
 if TYPE_CHECKING:
-    from longrecall.context.group import ContextGroup, RowPieces
+    from longrecall.ops.context.group import ContextGroup, RowPieces
 
 BACKEND, GLUON, EARLY = "LONGRECALL_BACKEND", "LONGRECALL_GLUON", "LONGRECALL_EARLY"
 
