@@ -46,7 +46,7 @@ SWEEP = {
     "data": {"train": 16, "test": 8},
     "run": {"output": "sweep.json", "device": "cpu"},
 }
-CLOCK = {"created", "seconds", "cpu_seconds", "timing", "tokens_per_second", "resumed_from"}
+CLOCK = {"created", "seconds", "cpu_seconds", "timing", "tokens_per_second", "data_wait", "resumed_from"}
 """Keys of JSON files that two equal runs do not share: times, and whether a run was resumed."""
 GROWING = {"log.jsonl"}
 """Files that grow line by line while work goes on and stay; what is there must be how the whole one begins."""
@@ -73,6 +73,7 @@ CASES = {
     "init": Case("init model.json base --tokenizer bytes", "base"),
     "expand": Case("expand base bigger --method merge_heads --layers all --init perturb", "bigger"),
     "export": Case("export base stock --to auto_map", "stock"),
+    "tokenize": Case("tokenize text.txt --tokenizer base --out tokens", "tokens"),
     "train": Case("train train.yaml", "run", resumes=True, kills=6),
     "consolidate": Case("consolidate run --to one", "one", kills=3),
     "sweep": Case("sweep sweep.yaml", "sweep.json", resumes=True),

@@ -24,7 +24,7 @@ def train(recipe: Recipe, **options: Any) -> list[dict[str, Any]]:
     run_recipe(recipe, show_progress=False, **options)
     rows = [json.loads(line) for line in (Path(recipe.run.output) / "log.jsonl").read_text().splitlines()]
     # The speed of the machine is no part of a run's result.
-    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+    return [{key: row[key] for key in row if key not in ("tokens_per_second", "data_wait")} for row in rows]
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

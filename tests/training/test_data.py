@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 
 from longrecall.errors import UserError
 from longrecall.models.byte_tokenizer import END_ID, byte_tokenizer
-from longrecall.training.corpus import Corpus, JsonlCorpus, ParquetCorpus, TextCorpus, find_files
-from longrecall.training.data import BatchStream, DocumentEncoder
+from longrecall.training.corpora.base import Corpus, find_files
+from longrecall.training.corpora.jsonl import JsonlCorpus
+from longrecall.training.corpora.parquet import ParquetCorpus
+from longrecall.training.corpora.text import TextCorpus
+from longrecall.training.data import BatchStream, join_positions
+from longrecall.training.encoding import DocumentEncoder
 from longrecall.training.recipe import DataRecipe
-from longrecall.training.sources import CorpusSource, Shard
+from longrecall.training.sources import CorpusSource
 from longrecall.training.strict_yaml import build
 
 TOKENIZER = byte_tokenizer()
@@ -31,7 +35,11 @@ def stream_of(*sources: dict[str, Any], context: int = 32, batch: int = 4, seed:
 
 
 def documents_of(corpus: Corpus) -> list[str]:
-    return [document for chunk in range(len(corpus)) for document in corpus.read(chunk)]
+    return [document for chunk in range(len(corpus)) for document in texts_of(corpus, chunk)]
+
+
+def texts_of(corpus: Corpus, chunk: int) -> list[str]:
+    return [str(document) for _, document in corpus.read(chunk)]
 
 
 class Listed:
@@ -43,11 +51,20 @@ class Listed:
     def __len__(self) -> int:
         return len(self._chunks)
 
-    def read(self, chunk: int) -> list[str]:
-        return self._chunks[chunk]
+    streamed = False
+
+    def size(self, chunk: int) -> int:
+        return len(self._chunks[chunk])
+
+    def read(self, chunk: int, start: Any = None, part: int = 0, parts: int = 1) -> Iterator[tuple[int, str]]:
+        documents = list(enumerate(self._chunks[chunk]))
+        yield from (item for item in documents[start or 0 :] if item[0] % parts == part)
 
     def describe(self, chunk: int) -> str:
         return f"chunk {chunk}"
+
+    def amount(self) -> list[int]:
+        return [len(self._chunks)]
 
 
 @SHARED_FOLDER
@@ -74,12 +91,14 @@ def test_text_chunks_lose_nothing(tmp_path: Path, documents: list[str], chunk: i
 
 def test_small_documents_share_a_chunk_and_long_ones_are_cut_at_paragraphs(tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
-    path.write_text("one\ftwo\fthree\f" + "first paragraph.\n\nsecond paragraph.\n\nthird.", encoding="utf-8")
+    path.write_text(
+        "one\ftwo\fthree\f" + "first paragraph.\n\na second and longer paragraph.\n\n" + "third." * 6, encoding="utf-8"
+    )
     corpus = TextCorpus([path], 40)
-    assert list(corpus.read(0)) == ["one", "two", "three"]
-    assert list(corpus.read(1)) == ["first paragraph.\n\nsecond paragraph.\n\n"]
-    assert list(corpus.read(2)) == ["third."]
-    assert corpus.describe(1) == f"{path} bytes 14-51"
+    assert texts_of(corpus, 0) == ["one", "two", "three"]
+    assert texts_of(corpus, 1) == ["first paragraph.\n\na second and longer paragraph.\n\n"]
+    assert texts_of(corpus, 2) == ["third." * 6]
+    assert corpus.describe(1) == f"{path} bytes 40-80"
 
 
 @pytest.mark.parametrize("content", [b"", b" \n\f\n "])
@@ -161,9 +180,9 @@ def test_broken_jsonl_line_is_named(tmp_path: Path, line: bytes, message: str) -
 def test_jsonl_lines_of_a_large_file_are_checked_when_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'{"text": "hello"}\n' * 3 + b"{broken\n")
-    monkeypatch.setattr("longrecall.training.corpus.CHECK_AHEAD", 10)
+    monkeypatch.setattr("longrecall.training.corpora.base.CHECK_AHEAD", 10)
     corpus = JsonlCorpus([path], 18, "text")
-    assert [list(corpus.read(chunk)) for chunk in range(3)] == [["hello"]] * 3
+    assert [texts_of(corpus, chunk) for chunk in range(3)] == [["hello"]] * 3
     with pytest.raises(UserError, match="line 4 is not valid JSON"):
         documents_of(corpus)
 
@@ -187,10 +206,10 @@ def test_parquet_documents(tmp_path: Path) -> None:
 def test_one_lane_reads_every_document_once_an_epoch_joined_by_the_end_token() -> None:
     chunks = [[f"a{i}", f"b{i}"] for i in range(5)]
     total = sum(len(document) + 1 for chunk in chunks for document in chunk)
-    source = CorpusSource(Listed(*chunks), ENCODE, total, Shard(seed=3), lanes=1)
+    source = CorpusSource(Listed(*chunks), ENCODE, total, seed=3, number=0, rows=1, lanes=(1, 1))
     orders = []
     for _ in range(3):
-        ids = source.next().input_ids
+        ids = source.next_of(0).input_ids
         words = bytes(0 if token == END_ID else int(token) for token in ids).decode().split("\0")
         assert words[-1] == ""
         assert sorted(words[:-1]) == sorted(document for chunk in chunks for document in chunk)
@@ -199,23 +218,23 @@ def test_one_lane_reads_every_document_once_an_epoch_joined_by_the_end_token() -
     assert orders[0] != orders[1] and orders[1] != orders[2]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_processes_read_disjoint_chunks(world: int) -> None:
-    corpus = Listed(*[[f"{i:04d}"] for i in range(40)])
+@pytest.mark.parametrize("rows", [2, 3])
+def test_rows_read_disjoint_chunks(rows: int) -> None:
+    source = CorpusSource(Listed(*[[f"{i:04d}"] for i in range(40)]), ENCODE, 5, 0, 0, rows=rows, lanes=(1, 1))
     seen = []
-    for rank in range(world):
-        source = CorpusSource(corpus, ENCODE, 5, Shard(0, 0, rank, world), lanes=1)
-        rows = [bytes(source.next().input_ids[:4].astype(np.uint8)) for _ in range(40 // world)]
-        seen.append(set(rows))
-        assert len(seen[-1]) == 40 // world
+    for lane in range(rows):
+        found = [bytes(source.next_of(lane).input_ids[:4].astype(np.uint8)) for _ in range(40 // rows)]
+        seen.append(set(found))
+        assert len(seen[-1]) == 40 // rows
     assert not set.intersection(*seen)
 
 
-def test_more_processes_than_chunks_still_read() -> None:
+def test_more_rows_than_chunks_still_read() -> None:
     """All of them read everything, each from another place, so that no two give the same sequences."""
-    ranks = [CorpusSource(Listed(["abcdefg"]), ENCODE, 8, Shard(0, 0, rank, 4)) for rank in range(4)]
-    first = ["".join("|" if token == END_ID else chr(token) for token in source.next().input_ids) for source in ranks]
-    assert first == ["abcdefg|", "cdefg|ab", "efg|abcd", "g|abcdef"]
+    source = CorpusSource(Listed(["abcdefg"]), ENCODE, 8, 0, 0, rows=4, lanes=(4, 1))
+    lanes = [source.next_of(lane).input_ids for lane in range(4)]
+    first = ["".join("|" if token == END_ID else chr(token) for token in ids) for ids in lanes]
+    assert sorted(first) == ["abcdefg|", "cdefg|ab", "efg|abcd", "g|abcdef"]
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -253,7 +272,7 @@ def test_stream_depends_on_seed_and_process(sources: list[dict[str, Any]]) -> No
     first = stream_of(*sources, context=160).next_batch()
     assert same(first, stream_of(*sources, context=160).next_batch())
     assert not same(first, stream_of(*sources, context=160, seed=1).next_batch())
-    assert not same(first, stream_of(*sources, context=160, rank=1, world=2).next_batch())
+    assert not same(first, stream_of(*sources, context=160, data_rank=1, data_world=2).next_batch())
 
 
 def test_weights_decide_the_mixture(sources: list[dict[str, Any]]) -> None:
@@ -334,9 +353,27 @@ def test_hub_dataset_streams_repeats_and_resumes(hub_folder: Callable[[list[str]
 
 def test_hub_errors(hub_folder: Callable[[list[str]], str], tmp_path: Path) -> None:
     name = hub_folder(["short"])
-    with pytest.raises(UserError, match="fewer tokens than the context_length 32"):
+    with pytest.raises(UserError, match="only 6 tokens, fewer than the context_length 32"):
         stream_of({"kind": "hub", "name": name}).next_batch()
     with pytest.raises(UserError, match='no text column "body"; it has text'):
         stream_of({"kind": "hub", "name": name, "column": "body"}, context=4).next_batch()
     with pytest.raises(UserError, match="cannot be opened"):
         stream_of({"kind": "hub", "name": str(tmp_path / "nothing")})
+
+
+def test_hub_dataset_is_the_same_on_any_number_of_processes(hub_folder: Callable[[list[str]], str]) -> None:
+    """Three shards, four rows, also read on row by row; a resume of two processes as one."""
+    name = Path(hub_folder([f"first {i}" for i in range(9)]))
+    for number in range(2):
+        lines = "\n".join(json.dumps({"text": f"shard {number} text {i}"}) for i in range(30))
+        (name / f"train-{number}.jsonl").write_text(lines, encoding="utf-8")
+    source = {"kind": "hub", "name": str(name)}
+    one, two = stream_of(source), [stream_of(source, batch=2, data_rank=rank, data_world=2) for rank in range(2)]
+    assert len({tuple(row.tolist()) for row in one.next_batch()["input_ids"]}) == 4
+    one = stream_of(source)
+    for _ in range(7):
+        halves = [stream.next_batch()["input_ids"] for stream in two]
+        assert torch.equal(one.next_batch()["input_ids"], torch.cat(halves))
+    again = stream_of(source)
+    again.restore(json.loads(json.dumps(join_positions([stream.position() for stream in two]))))
+    assert same(again.next_batch(), one.next_batch())

@@ -16,7 +16,6 @@ import torch
 import yaml
 
 import longrecall
-from longrecall.errors import UserError
 from longrecall.models.byte_tokenizer import byte_tokenizer
 from longrecall.models.checkpoint import open_checkpoint
 from longrecall.training.checkpoints import find_saved_runs
@@ -24,7 +23,6 @@ from longrecall.training.data import BatchStream
 from longrecall.training.initial_states import make_initial_state
 from longrecall.training.optimizer import make_optimizer, parameter_groups, touched_names
 from longrecall.training.recipe import Recipe
-from longrecall.training.run import run_recipe
 from longrecall.training.schedule import rate_factor
 from longrecall.training.segments import Segments, read_batch
 from tests.training.interventions import override
@@ -166,6 +164,3 @@ def test_two_processes(make_recipe: Callable[..., Recipe], tmp_path: Path) -> No
             assert first.tensors[own].shape == second.tensors[own].shape
             # What a process carries is its own; what all fit or learn is the same everywhere.
             assert torch.equal(first.tensors[own], second.tensors[own]) is (kind in ("learned", "fitted_noise"))
-    whole_run = tmp_path / "state_passing" / "whole"
-    with pytest.raises(UserError, match="was saved by 2 processes with a data position each"):
-        run_recipe(Recipe.from_dict(recipes["state_passing"].to_dict(), [f"run.output={whole_run}"]), resume=True)

@@ -12,9 +12,9 @@ EXAMPLE = "longrecall consolidate runs/post_train --to trained/"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
     parser.add_argument(
-        "run",
+        "source",
         metavar="RUN",
-        help="run.output of a recipe, whose newest complete step is taken; or a steps/step-... of it",
+        help="run.output of a recipe, whose newest complete step is taken; or one of its steps/step-... folders",
     )
     parser.add_argument(
         "--to", required=True, metavar="OUT", help="the folder to write; complete at the end, or not there"
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the checkpoint, print a few lines (or JSON), return the exit code."""
     from longrecall.training.checkpoints import consolidate
 
-    summary = consolidate(args.run, args.to, force=args.force)
+    summary = consolidate(args.source, args.to, force=args.force)
     if args.json:
         print(json.dumps(summary.to_dict(), indent=2))
         return 0

@@ -24,6 +24,7 @@ VERBS = (
     "info",
     "init",
     "expand",
+    "tokenize",
     "train",
     "consolidate",
     "sweep",
@@ -175,7 +176,7 @@ def _settle_stdout() -> None:
 
 
 def _system_failure(error: BaseException) -> str | None:
-    """Return the line for a full or forbidden disk anywhere in the chain of causes, None for anything else."""
+    """Return the line for a full or forbidden disk, or a killed data worker, anywhere in the chain of causes."""
     seen: BaseException | None = error
     while seen is not None:
         place = ""
@@ -186,6 +187,9 @@ def _system_failure(error: BaseException) -> str | None:
         # safetensors and torch's writer report a full disk as their own exceptions, with the system's words in them.
         if code in _FULL_DISK or "No space left on device" in str(seen):
             return f"no space left while writing{place}; free some space or choose another place"
+        # torch says it in whatever the process is doing just then.
+        if isinstance(seen, RuntimeError) and "DataLoader worker" in str(seen):
+            return f"a data worker has ended ({seen}); most often memory ran out: lower data.workers and --resume"
         if code in _FORBIDDEN:
             return f"no permission to use{place or ' a file'}; change its permissions or choose another place"
         seen = seen.__cause__ or seen.__context__

@@ -34,7 +34,7 @@ class JsonlSource:
     kind: ClassVar[str] = "jsonl"
 
     path: str
-    """A file, a folder (its *.jsonl files) or a glob."""
+    """A file, a folder (its *.jsonl files, or *.jsonl.zst, *.jsonl.gz) or a glob; a compressed file is a stream."""
     field: str = "text"
     """The key that holds the document."""
     weight: float = 1.0
@@ -62,8 +62,23 @@ class ParquetSource:
 
 
 @dataclass(frozen=True)
+class TokensSource:
+    """Documents that `longrecall tokenize` has made tokens of, with the checkpoint's tokenizer."""
+
+    kind: ClassVar[str] = "tokens"
+
+    path: str
+    """The folder that it wrote."""
+    weight: float = 1.0
+    """Sequences from here, relative to the other sources."""
+
+    def __post_init__(self) -> None:
+        check_weight(self.weight)
+
+
+@dataclass(frozen=True)
 class HubSource:
-    """A dataset of the Hugging Face hub (or whatever else `datasets.load_dataset` takes), streamed in stored order."""
+    """A dataset of the Hugging Face hub (or whatever else `datasets.load_dataset` takes), streamed by its shards."""
 
     kind: ClassVar[str] = "hub"
 
@@ -82,7 +97,10 @@ class HubSource:
         check_weight(self.weight)
 
 
-AnySource = TextSource | JsonlSource | ParquetSource | HubSource | TrainingSource
-_READ: dict[str, type] = {source.kind: source for source in (TextSource, JsonlSource, ParquetSource, HubSource)}
+FileSource = TextSource | JsonlSource | ParquetSource
+AnySource = FileSource | TokensSource | HubSource | TrainingSource
+_READ: dict[str, type] = {
+    source.kind: source for source in (TextSource, JsonlSource, ParquetSource, TokensSource, HubSource)
+}
 SOURCES: Mapping[str, type] = ChainMap(TRAINING_SOURCES, _READ)
 """What a recipe calls a source -> its dataclass: those that are read, then those that the registered tasks make."""

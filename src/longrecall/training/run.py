@@ -43,7 +43,7 @@ from longrecall.training.initial_states import Learned, make_initial_state, sum_
 from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch, write_result
 from longrecall.training.parallel.agreement import check_same_run, check_shared_folder
 from longrecall.training.parallel.launcher import apart_from_launcher, check_devices, launched, on_cpu, world_size
-from longrecall.training.parallel.place import Place, make_place
+from longrecall.training.parallel.place import Place, make_place, naming_the_dead
 from longrecall.training.parallel.shard import own_rows, shard_model
 from longrecall.training.recipe import Recipe
 from longrecall.training.summary import TrainingSummary, plan, recipe_groups
@@ -115,11 +115,13 @@ def run_recipe(
             with place.together():
                 job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
             clock = Stopwatch()
-            if saved is None or saved.step < job.steps:
-                _train(job, arguments)
-            else:
-                job.restore_initial(saved.share_of(place))
-            return _finish(job, summary, clock.seconds())
+            with naming_the_dead(place):
+                if saved is None or saved.step < job.steps:
+                    _train(job, arguments)
+                else:
+                    with place.together():
+                        job.restore_initial(saved.share_of(place))
+                return _finish(job, summary, clock.seconds())
 
 
 def _source(recipe: Recipe, output: Path) -> tuple[Checkpoint, Any]:

@@ -1,26 +1,41 @@
-"""Endless sources of training sequences; each can be put back to any place from a few numbers."""
+"""Endless sources of training sequences; each can be put back to any place from a few numbers.
+
+Sequences belong to rows of the global batch: row g of the batch of all processes reads from lanes of its own, so that
+the order of the data is the same however many processes share the rows, and no process reads for another.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longrecall.errors import UserError
-from longrecall.installing import install_command
-from longrecall.training.corpus import Corpus
+from longrecall.training.corpora.base import Corpus, Document, Place
+from longrecall.training.encoding import Encoder, Ints
 
-Ints = NDArray[np.int64]
-
-LANES = 64
-"""Places of a corpus that are read side by side: neighbouring sequences of a batch come from different texts."""
+LANES, LANES_PER_ROW = 48, 3
+"""Places of a corpus that are read side by side, and of them by one row in turn, at least: neighbouring sequences of a
+batch, and of a row, come from different texts."""
+ROW_GROUP_LANES, ROW_GROUP_LANES_PER_ROW = 24, 2
+"""The same for parquet, where every lane keeps a file open."""
 NOT_BEGUN = -1
-ROW_GROUP_LANES = 4
-"""The same for parquet, where every lane keeps a row group in memory."""
+_BEGINNING = (0, 0, None, NOT_BEGUN)
+
+ORDER_STREAM = 1
+TASK_STREAM = 2
+"""Last part of the keys of random generators; `training.data` has 3, the initial states the next ones."""
+
+_GROUP_CHARACTERS = 16 * 1024
+_GROUP_DOCUMENTS = 64
+"""At most so many documents are tokenised at once."""
+_CHARACTERS_PER_TOKEN = 4
+_DRAWN_WHOLE = 1 << 16
+"""Chunks up to which an order is drawn as a list; beyond, any place of it is computed alone."""
 
 
 @dataclass(frozen=True)
@@ -34,130 +49,205 @@ class TokenSequence:
     """Columns where documents start; without 0 the sequence goes on in a document that began before it."""
 
 
-class SequenceSource(Protocol):
-    """An endless stream; its sequence number `index` depends on nothing but the seed and `index`."""
-
-    def next(self) -> TokenSequence:
-        """Return the next sequence."""
-
-    def position(self) -> dict[str, Any]:
-        """Return where the stream stands, as small JSON data."""
-
-    def restore(self, position: dict[str, Any]) -> None:
-        """Continue from a position that `position` returned."""
-
-
-class Encoder(Protocol):
-    """Text -> token ids ``[n]`` with the end token last."""
-
-    def __call__(self, document: str) -> Ints:
-        """Return the ids of one document."""
-        ...
-
-
 def random_generator(*key: int) -> np.random.Generator:
     """Return the generator that belongs to `key`: the same on every platform, unrelated for unequal keys."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Which part of the data this process reads, and the seed of the order."""
+class Order:
+    """A random order of the numbers 0 to n - 1; of a long one any place is computed by itself, without memory for it.
 
-    seed: int
-    source: int = 0
-    """Number of the source in the recipe."""
-    rank: int = 0
-    world: int = 1
+    The latter is a Feistel network: four rounds mix the halves of a number of 2k bits, which is a permutation of all of
+    them, whatever the mixing; a result of n or more is sent through again.
+    """
+
+    def __init__(self, n: int, *key: int) -> None:
+        generator = random_generator(*key, ORDER_STREAM)
+        self._n = n
+        self._list = generator.permutation(n) if n <= _DRAWN_WHOLE else None
+        self._half = ((n - 1).bit_length() + 1) // 2
+        self._keys = [int(value) for value in generator.integers(0, 1 << 62, 4)]
+
+    def __getitem__(self, place: int) -> int:
+        if self._list is not None:
+            return int(self._list[place])
+        low = (1 << self._half) - 1
+        while True:
+            left, right = place >> self._half, place & low
+            for key in self._keys:
+                mixed = ((right + key) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+                mixed = ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+                left, right = right, left ^ (mixed >> 32) & low
+            place = left << self._half | right
+            if place < self._n:
+                return place
 
 
 class _Lane:
-    """One reader of a corpus: its chunks, in a new order every epoch, joined and cut into sequences."""
+    """One reader of a corpus: its share of the chunks, in a new order every epoch, joined and cut into sequences.
 
-    def __init__(self, corpus: Corpus, encode: Encoder, shard: Shard, lane: int, lanes: int) -> None:
-        self._corpus, self._encode, self._shard = corpus, encode, shard
-        self._stream, self._streams = shard.rank * lanes + lane, shard.world * lanes
-        self.epoch = self.turn = self.document = 0
-        self.offset = NOT_BEGUN
-        self._shares = len(corpus) < self._streams
-        """Fewer chunks than readers: every reader walks through all of them, each from a place of its own."""
-        self._order: Ints | None = None
-        self._documents: list[str] | None = None
-        self._tokens: Ints | None = None
+    Chunks are dealt to the lanes. With fewer chunks than lanes several read the same one: of a stream each takes every
+    k-th document; otherwise each walks through all chunks, from a place of its own. A lane that finds no document in
+    its share (few and long ones) walks as well.
+    """
 
-    def _chunk(self) -> int:
-        if self._order is None:
-            order = random_generator(self._shard.seed, self._shard.source, self.epoch).permutation(len(self._corpus))
-            if self._shares:
-                self._order = np.roll(order, -self._stream)
-            else:
-                self._order = order[self._stream :: self._streams].copy()
-        return int(self._order[self.turn])
+    def __init__(self, source: CorpusSource, lane: int) -> None:
+        self._source, self._lane = source, lane
+        self.restore(_BEGINNING)
 
-    def _advance(self) -> None:
-        """Step to the next document, chunk or epoch."""
-        if self._documents is None:
-            self._documents = list(self._corpus.read(self._chunk()))
-        self._tokens, self.offset = None, 0
-        self.document += 1
-        if self.document >= len(self._documents):
-            self._documents, self.document = None, 0
-            self.turn += 1
-            if self._order is not None and self.turn >= len(self._order):
-                self._order, self.turn = None, 0
-                self.epoch += 1
+    def position(self) -> list[Any]:
+        """Return epoch, turn in it, place of the document in the chunk, tokens used of it."""
+        return [self._epoch, self._turn, self._place, self._offset]
 
-    def _rest(self) -> Ints:
-        """Return the unread tokens of the current document."""
-        chunk = self._chunk()
-        if self._documents is None:
-            self._documents = list(self._corpus.read(chunk))
-        part = 0
-        if self.offset == NOT_BEGUN and self._shares:
+    def restore(self, position: Sequence[Any]) -> None:
+        """Continue from a position."""
+        self._epoch, self._turn, self._place, self._offset = position
+        self._found = self._offset != NOT_BEGUN
+        """Whether this epoch has given a document."""
+        self._close()
+
+    def _close(self) -> None:
+        self._reader: Iterator[tuple[Place, Document]] | None = None
+        self._waiting: list[tuple[Place, NDArray[Any]]] = []
+        """Tokenised documents, the current one first."""
+
+    def chunk(self) -> int:
+        """Return the chunk that is being read."""
+        source, count = self._source, len(self._source.corpus)
+        order, own = source.order(self._epoch), self._own_turns()
+        if self._turn >= own or self._walks_always():
+            return order[(source.starts[self._lane] + self._turn) % count]
+        return order[(self._lane + self._turn * source.lanes) % count]
+
+    def _shares(self) -> bool:
+        return len(self._source.corpus) < self._source.lanes
+
+    def _walks_always(self) -> bool:
+        return self._shares() and not self._source.corpus.streamed
+
+    def _own_turns(self) -> int:
+        """Return how many chunks of an epoch are this lane's."""
+        count, lanes = len(self._source.corpus), self._source.lanes
+        if self._shares():
+            return 1 if self._source.corpus.streamed else count
+        return (count - self._lane + lanes - 1) // lanes
+
+    def _turns(self) -> int:
+        """Return the turns of this epoch: without a document in its own, the lane walks through all chunks."""
+        own = self._own_turns()
+        return own if self._found else own + len(self._source.corpus)
+
+    def _open(self) -> Iterator[tuple[Place, Document]]:
+        """Return what is left of the current chunk, from the current place on."""
+        corpus, lanes = self._source.corpus, self._source.lanes
+        count, chunk, part, parts = len(corpus), self.chunk(), 0, 1
+        if self._shares() and corpus.streamed and self._turn < self._own_turns():
+            first = self._lane % count
+            parts = (lanes - first + count - 1) // count
+            part = (self._lane // count + self._epoch) % parts
+        if self._offset == NOT_BEGUN and self._walks_always():
             # Readers of the same chunk would otherwise all give the same sequences.
-            self.document, part = divmod(len(self._documents) * self._stream, self._streams)
-        if self._tokens is None:
-            empty = self.document >= len(self._documents)
-            self._tokens = np.empty(0, np.int64) if empty else self._encode(self._documents[self.document])
-        if self.offset == NOT_BEGUN:
-            self.offset = len(self._tokens) * part // self._streams
-        return self._tokens[self.offset :]
+            self._place = corpus.size(chunk) * self._source.starts[self._lane] // lanes
+        return corpus.read(chunk, self._place, part, parts)
+
+    def _first_offset(self, place: Place, tokens: NDArray[Any]) -> int:
+        """Return how many tokens of the first document of all are left out."""
+        lanes, start = self._source.lanes, self._source.starts[self._lane]
+        if self._turn >= self._own_turns():
+            return len(tokens) * (start + 1) // (lanes + 1)  # one lane has it as its own, from the start
+        if not self._walks_always():
+            return 0
+        first, share = divmod(self._source.corpus.size(self.chunk()) * start, lanes)
+        return len(tokens) * share // lanes if place == first else 0
+
+    def _next_chunk(self) -> None:
+        self._close()
+        self._place = None
+        self._turn += 1
+        if self._offset == NOT_BEGUN and self._walks_always():
+            self._offset = 0
+        if self._turn >= self._turns():
+            if not self._found:
+                raise UserError(f"{self._source.corpus.describe(self.chunk())}: no document left; the data has changed")
+            self._turn, self._found = 0, False
+            self._epoch += 1
+
+    def _fill(self) -> None:
+        """Tokenise the next documents; there may be none left in this chunk."""
+        if self._reader is None:
+            self._reader = self._open()
+        places: list[Place] = []
+        texts: list[str] = []
+        characters = 0
+        for place, document in self._reader:
+            if not isinstance(document, str):
+                self._waiting = [(place, document)]
+                return
+            places.append(place)
+            texts.append(document)
+            characters += len(document)
+            if characters >= self._source.group_characters or len(texts) >= _GROUP_DOCUMENTS:
+                break
+        self._waiting = list(zip(places, self._source.encode(texts), strict=True)) if texts else []
+
+    def _rest(self) -> NDArray[Any]:
+        """Return the unread tokens of the current document, which is the next one with any."""
+        while True:
+            if not self._waiting:
+                self._fill()
+                if not self._waiting:
+                    self._next_chunk()
+                    continue
+            place, tokens = self._waiting[0]
+            if self._offset == NOT_BEGUN:
+                self._offset = self._first_offset(place, tokens)
+            self._place, self._found = place, True
+            if self._offset < len(tokens):
+                return tokens[self._offset :]
+            self._offset = 0
+            self._waiting.pop(0)
 
     def take(self, length: int) -> TokenSequence:
         """Return the next `length` tokens, every one labelled, with the place of the first."""
-        parts: list[Ints] = []
+        parts: list[NDArray[Any]] = []
         starts: list[int] = []
         missing, origin = length, ""
         while missing:
             rest = self._rest()
-            if not len(rest):
-                self._advance()
-                continue
-            origin = origin or self._corpus.describe(self._chunk())
-            if not self.offset:
+            origin = origin or self._source.corpus.describe(self.chunk())
+            if not self._offset:
                 starts.append(length - missing)
             parts.append(rest[:missing])
-            self.offset += len(parts[-1])
+            self._offset += len(parts[-1])
             missing -= len(parts[-1])
-        ids = np.concatenate(parts)
+        ids = np.concatenate(parts).astype(np.int64, copy=False)
         return TokenSequence(ids, ids, origin, tuple(starts))
 
-    def position(self) -> list[int]:
-        return [self.epoch, self.turn, self.document, self.offset]
 
-    def restore(self, position: list[int]) -> None:
-        self.epoch, self.turn, self.document, self.offset = position
-        self._order = self._documents = self._tokens = None
+def lanes_for(rows: int, lanes: int, least: int) -> int:
+    """Return how many lanes `rows` rows read: about `lanes`, a multiple of `rows`, and `least` a row or more.
+
+    Where it can be, it is `lanes` times a power of two, so that most batch sizes have the same lanes.
+    """
+    most = max(lanes, 8 * least * rows)
+    doubled = itertools.takewhile(lambda count: count <= most, (lanes << power for power in itertools.count()))
+    fitting = (count for count in doubled if count % rows == 0 and count >= least * rows)
+    return next(fitting, rows * max(least, -(-lanes // rows)))
 
 
 class CorpusSource:
-    """Sequences of `length` tokens from a corpus: several lanes read it side by side, a random one gives each sequence.
+    """Sequences of `length` tokens from a corpus, sequence n from lane n modulo the number of lanes.
 
-    Every epoch of a lane has a new order. The processes read disjoint chunks as long as there are enough of them.
+    Each row of the global batch reads `lanes_per_row` lanes in turn, and no other row reads them. Two batch sizes with
+    the same number of lanes (`lanes_for`) give the same sequences in the same order.
+
+    Every epoch of a lane has a new order. The lanes read disjoint chunks as long as there are enough of them.
 
     Args:
-        rows: give this many lanes, for `next_of` alone: each belongs to a row of the batch, which reads its texts from
-            start to end. Lanes that have no chunk of their own begin at different places of the same ones.
+        seed: of the order.
+        number: of the source in the recipe.
+        rows: rows of the global batch that read this source.
+        lanes: places that are read side by side, and of them by one row, at least; of a stream a row has one.
 
     Raises:
         UserError: the corpus has fewer than `length` tokens.
@@ -168,45 +258,62 @@ class CorpusSource:
         corpus: Corpus,
         encode: Encoder,
         length: int,
-        shard: Shard,
-        lanes: int = LANES,
-        rows: int | None = None,
+        seed: int,
+        number: int,
+        rows: int,
+        lanes: tuple[int, int] = (LANES, LANES_PER_ROW),
     ) -> None:
-        self._length, self._shard = length, shard
+        self.corpus, self.encode = corpus, encode
+        self._length, self._key = length, (seed, number)
         _check_enough(corpus, encode, length)
-        count = max(1, min(lanes, len(corpus) // shard.world)) if rows is None else rows
-        self._lanes = [_Lane(corpus, encode, shard, lane, count) for lane in range(count)]
-        self._index = 0
+        self._rows = rows
+        self.lanes = rows if corpus.streamed else lanes_for(rows, *lanes)
+        self.lanes_per_row = self.lanes // rows
+        self.starts = Order(self.lanes, *self._key)
+        """Where lanes that share the chunks begin: neighbouring ones far from each other."""
+        self.group_characters = max(_GROUP_CHARACTERS, _CHARACTERS_PER_TOKEN * length)
+        self._open: dict[int, _Lane] = {}
+        self._orders: dict[int, Order] = {}
 
-    def next(self) -> TokenSequence:
-        """Return the next sequence; every token of it is labelled."""
-        shard = self._shard
-        draw = random_generator(shard.seed, shard.source, shard.rank, self._index, 1).random()
-        return self.next_of(int(draw * len(self._lanes)))
+    def order(self, epoch: int) -> Order:
+        """Return the order of the chunks in an epoch."""
+        if epoch not in self._orders:
+            if len(self._orders) > 2:
+                self._orders.pop(min(self._orders))
+            self._orders[epoch] = Order(len(self.corpus), *self._key, epoch)
+        return self._orders[epoch]
+
+    def lane_of(self, row: int, batch: int) -> int:
+        """Return the lane that row `row` of this source's rows reads in batch number `batch`."""
+        return batch % self.lanes_per_row * self._rows + row
+
+    def lanes_of(self, row: int) -> range:
+        """Return all lanes of a row."""
+        return range(row, self.lanes, self._rows)
 
     def next_of(self, lane: int) -> TokenSequence:
-        """Return the next sequence of one lane."""
-        self._index += 1
-        return self._lanes[lane].take(self._length)
+        """Return the next sequence of one lane; every token of it is labelled."""
+        return self._lane(lane).take(self._length)
 
-    def position(self) -> dict[str, Any]:
-        """Return the number of sequences given and the place of every lane."""
-        return {"index": self._index, "lanes": [lane.position() for lane in self._lanes]}
+    def _lane(self, lane: int) -> _Lane:
+        return self._open.setdefault(lane, _Lane(self, lane))
 
-    def restore(self, position: dict[str, Any]) -> None:
-        """Continue from `position`; UserError when the data has another number of lanes than it had."""
-        if len(position["lanes"]) != len(self._lanes):
-            raise UserError("the training data has changed since the checkpoint was saved; resume with the same files")
-        self._index = position["index"]
-        for lane, place in zip(self._lanes, position["lanes"], strict=True):
-            lane.restore(place)
+    def position_of(self, lane: int) -> list[Any]:
+        """Return where a lane stands, as JSON data."""
+        return self._lane(lane).position()
+
+    def restore(self, positions: Mapping[int, Sequence[Any]]) -> None:
+        """Put lanes to their positions, and all others to their beginnings."""
+        self._open = {}
+        for lane, position in positions.items():
+            self._lane(lane).restore(position)
 
 
 def _check_enough(corpus: Corpus, encode: Encoder, length: int) -> None:
     tokens = 0
     for chunk in range(len(corpus)):
-        for document in corpus.read(chunk):
-            tokens += len(encode(document))
+        for _, document in corpus.read(chunk):
+            tokens += len(encode([document])[0] if isinstance(document, str) else document)
             if tokens >= length:
                 return
     raise UserError(
@@ -215,119 +322,27 @@ def _check_enough(corpus: Corpus, encode: Encoder, length: int) -> None:
 
 
 class TaskSource:
-    """Sequences that a task makes on the fly.
+    """Sequences that a task makes on the fly; number n of the run depends on the seed and n alone.
 
     Args:
         make: (generator, length) -> (input_ids, labels), int64 ``[length]`` each.
+        seed: of all sequences.
+        number: of the source in the recipe.
     """
 
     def __init__(
-        self, name: str, make: Callable[[np.random.Generator, int], tuple[Ints, Ints]], length: int, shard: Shard
+        self,
+        name: str,
+        make: Callable[[np.random.Generator, int], tuple[Ints, Ints]],
+        length: int,
+        seed: int,
+        number: int,
     ) -> None:
-        self._name, self._make, self._length, self._shard = name, make, length, shard
-        self._index = 0
+        self._name, self._make, self._length, self._key = name, make, length, (seed, number)
         # A context that cannot hold the task shows here, before the run starts.
         self._make(random_generator(0), length)
 
-    def next(self) -> TokenSequence:
-        """Return the next sequence, labelled as the task says."""
-        shard = self._shard
-        generator = random_generator(shard.seed, shard.source, shard.rank, self._index, 2)
-        ids, labels = self._make(generator, self._length)
-        self._index += 1
-        return TokenSequence(ids, labels, f"{self._name} sample {self._index - 1}")
-
-    def position(self) -> dict[str, Any]:
-        """Return the number of sequences given."""
-        return {"index": self._index}
-
-    def restore(self, position: dict[str, Any]) -> None:
-        """Continue from `position`."""
-        self._index = position["index"]
-
-
-class HubSource:
-    """A `datasets` dataset, streamed in stored order and from its start again at its end. Needs the datasets library.
-
-    Its position is the library's own (`IterableDataset.state_dict`) at the current document, and the tokens used of it.
-
-    Raises:
-        UserError: datasets is missing, there is no such dataset, split or text column, or it has too few tokens.
-    """
-
-    def __init__(
-        self, name: str, config: str | None, split: str, column: str, encode: Encoder, length: int, shard: Shard
-    ) -> None:
-        self._name, self._config, self._split, self._column = name, config, split, column
-        self._encode, self._length, self._shard = encode, length, shard
-        self._tokens: Ints = np.empty(0, np.int64)
-        self._start: dict[str, Any] | None = None
-        self._offset = self._epoch = self._given = 0
-        self._open(None)
-
-    def _open(self, start: dict[str, Any] | None) -> None:
-        try:
-            import datasets
-            from datasets.distributed import split_dataset_by_node
-        except ImportError:
-            raise UserError(f"hub datasets need datasets; install it with: {install_command('datasets')}") from None
-        try:
-            data = datasets.load_dataset(
-                self._name, self._config, split=self._split, streaming=True, trust_remote_code=False
-            )
-            self._data = split_dataset_by_node(data, rank=self._shard.rank, world_size=self._shard.world)
-        except Exception as error:  # the library raises many unrelated types for one cause: it is not there
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f'dataset "{self._name}" (split {self._split}) cannot be opened: {reason}') from None
-        if start is not None:
-            self._data.load_state_dict(start)
-        self._rows: Iterator[Any] = iter(self._data)
-
-    def _fetch(self) -> None:
-        """Step to the next document, over the end of the dataset if need be."""
-        start = copy.deepcopy(self._data.state_dict())
-        row = next(self._rows, None)
-        if row is None:
-            if self._start is None:
-                raise UserError(f'dataset "{self._name}" is empty; choose another split')
-            self._open(None)
-            self._epoch += 1
-            start = copy.deepcopy(self._data.state_dict())
-            row = next(self._rows)
-        if not isinstance(row.get(self._column), str):
-            raise UserError(f'dataset "{self._name}" has no text column "{self._column}"; it has {", ".join(row)}')
-        self._start, self._offset = start, 0
-        self._tokens = self._encode(row[self._column])
-
-    def next(self) -> TokenSequence:
-        """Return the next sequence; every token of it is labelled."""
-        parts: list[Ints] = []
-        starts: list[int] = []
-        missing = self._length
-        while missing:
-            rest = self._tokens[self._offset :]
-            if not len(rest):
-                self._fetch()
-                if not self._given and self._epoch:
-                    raise UserError(f"the data has fewer tokens than the context_length {self._length}; shorten it")
-                continue
-            if not self._offset:
-                starts.append(self._length - missing)
-            parts.append(rest[:missing])
-            self._offset += len(parts[-1])
-            missing -= len(parts[-1])
-        self._given += 1
-        ids = np.concatenate(parts)
-        return TokenSequence(ids, ids, f"{self._name} sequence {self._given - 1}", tuple(starts))
-
-    def position(self) -> dict[str, Any]:
-        """Return the place of the current document in the stream and what has been used of it."""
-        return {"index": self._given, "epoch": self._epoch, "start": self._start, "offset": self._offset}
-
-    def restore(self, position: dict[str, Any]) -> None:
-        """Continue from `position`; the current document is fetched again."""
-        self._tokens = np.empty(0, np.int64)
-        self._open(position["start"])
-        if position["start"] is not None:
-            self._fetch()
-        self._given, self._epoch, self._offset = position["index"], position["epoch"], position["offset"]
+    def sequence(self, number: int) -> TokenSequence:
+        """Return sequence `number` of the run, labelled as the task says."""
+        ids, labels = self._make(random_generator(*self._key, number, TASK_STREAM), self._length)
+        return TokenSequence(ids, labels, f"{self._name} sample {number}")

@@ -273,15 +273,16 @@ class RunCallback(TrainerCallback):
 
     def _restore(self, saved: SavedRun) -> None:
         job, trainer = self._job, self.trainer
-        restore_optimizer(job.model, trainer.active_optimizer, saved.optimizer)
+        with job.processes.together():
+            restore_optimizer(job.model, trainer.active_optimizer, saved.optimizer)
+            own = saved.share_of(job.processes)
+            job.stream.restore(own.data["position"])
         trainer.active_scheduler.load_state_dict(saved.state["scheduler"])
         rates = saved.state["scheduler"]["_last_lr"]
         for group, rate in zip(trainer.active_optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         if trainer.accelerator.scaler is not None and saved.state["scaler"]:
             trainer.accelerator.scaler.load_state_dict(saved.state["scaler"])
-        own = saved.share_of(job.processes)
-        job.stream.restore(own.data["position"])
         job.restore_initial(own)
         trainer.loss_sum = own.tensors[LOSS].to(trainer.loss_sum.device)
         if AUXILIARY in own.tensors:
@@ -327,6 +328,7 @@ class RunCallback(TrainerCallback):
             "touched_learning_rate": factor * job.recipe.optimizer.touched_rate,
             "gradient_norm": None if trainer.gradient_norm is None else float(trainer.gradient_norm),
             "tokens_per_second": round(self._clock.rate(), 1),
+            "data_wait": round(job.stream.waited_share(), 4),
         }
         if isinstance(job.recipe.initial_state, LearnedRecipe):
             row["initial_state_learning_rate"] = factor * job.recipe.initial_state.learning_rate

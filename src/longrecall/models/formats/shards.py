@@ -108,10 +108,13 @@ def disk_errors(out: Path) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(f"{out} cannot be written: {reason}; nothing was left there") from None
-    except SafetensorError as error:
-        # safetensors reports a full disk as its own error type, with the system's words inside.
-        reason = re.sub(r"^.*?I/?[oO] error:\s*", "", str(error))
-        raise UserError(f"{out} cannot be written: {reason}; nothing was left there") from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{out} cannot be written: {reason_of(error)}; nothing was left there") from None
+
+
+def reason_of(error: Exception) -> str:
+    """Return what the system says against writing a file, without the words of the library that was told."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    # safetensors reports a full disk as its own error type, with the system's words inside.
+    return re.sub(r"^.*?I/?[oO] error:\s*", "", str(error)) if isinstance(error, SafetensorError) else str(error)

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from longrecall.errors import RefusedTogether, UserError
 from longrecall.models.formats.pieces import SHARDS_INDEX, Piece, Stored, StoredTensors
+from longrecall.models.formats.shards import reason_of
+from longrecall.training.data import join_positions
 from longrecall.training.initial_states import is_of_rows
 from longrecall.training.recipe import Recipe
 
@@ -37,7 +39,7 @@ _PARTIAL = re.compile(r"\.+step-\d{8}\.partial.*")
 
 FREE_TO_CHANGE = (
     "run.output", "run.save_every", "run.keep", "run.log_every", "run.threads", "run.report_to", "model.checkpoint",
-    "run.compile", "parallel.replicate", "parallel.shard", "parallel.context",
+    "run.compile", "data.workers", "parallel.replicate", "parallel.shard", "parallel.context",
 )  # fmt: skip
 """Keys of a recipe that may differ on resume: they change no number beyond the order of float sums."""
 
@@ -128,17 +130,15 @@ class SavedRun:
         generators those of the first process.
 
         Raises:
-            UserError: a file cannot be read; the processes had positions in the data of their own, and were others.
+            UserError: a file cannot be read, or the files of the processes do not belong together.
         """
         alike = (self.world, self.data_world) == (processes.world, processes.data_world)
         own = self.process(processes.rank if alike else 0)
         if not alike:
             others = [self.process(rank) for rank in range(1, self.world)]
-            if any(other.data["position"] != own.data["position"] for other in others):
-                raise UserError(
-                    f"{self.folder} was saved by {self.world} processes with a data position each, as earlier versions "
-                    f"did; resume it with {self.world} processes"
-                )
+            places = [own.data["position"], *(other.data["position"] for other in others)]
+            if all("covers" in place for place in places):  # else an older version's, which the stream refuses
+                own.data["position"] = join_positions(places)
             for name in own.tensors.keys() & set(SUMS):
                 both = [own.tensors[name], *(other.tensors[name] for other in others)]
                 own.tensors[name] = torch.stack(both).double().mean(0).to(own.tensors[name].dtype)
@@ -294,8 +294,7 @@ def disk_errors(what: str, last_good: str) -> Iterator[None]:
     try:
         yield
     except (UserError, OSError, SafetensorError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        line = f"cannot save {what}: {reason}; last good checkpoint: {last_good}"
+        line = f"cannot save {what}: {reason_of(error)}; last good checkpoint: {last_good}"
         if isinstance(error, RefusedTogether):
             raise RefusedTogether(line, told_here=error.told_here) from error
         raise UserError(line) from error

@@ -23,6 +23,7 @@ from longrecall.errors import RefusedTogether, UserError
 from longrecall.files import make_readable
 from longrecall.models.checkpoint import Checkpoint, CheckpointWriter
 from longrecall.models.formats.pieces import MODEL
+from longrecall.models.formats.shards import reason_of
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.training.checkpoints.saved_run import (
     CARRIED,
@@ -185,7 +186,7 @@ class Saver:
             rank, (failure, _) = min(error.failures.items())
             if not isinstance(failure, (UserError, OSError)):
                 raise failure from None
-            raise self._refusal(rank, _reason(failure)) from None
+            raise self._refusal(rank, reason_of(failure)) from None
 
     def _add_own(self, partial: Path, snapshot: _Snapshot) -> None:
         rank = self._processes.rank
@@ -220,7 +221,7 @@ class Saver:
                 raise failure
             return
         reasons: list[str | None] = [None] * self._processes.world
-        own = None if failure is None else _reason(failure)
+        own = None if failure is None else reason_of(failure)
         torch.distributed.all_gather_object(reasons, own, group=self._group)
         if failure is not None and not isinstance(failure, (UserError, OSError, SafetensorError)):
             raise failure
@@ -268,11 +269,6 @@ def _add_companions(writer: CheckpointWriter, source: Checkpoint, tokenizer: Any
     writer.add_companions(companions)
     if not any(path.name.startswith("tokenizer") for path in companions):
         tokenizer.save_pretrained(str(writer.folder))
-
-
-def _reason(error: Exception) -> str:
-    """What went wrong, in the system's words where they are."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _flush(path: Path) -> None:

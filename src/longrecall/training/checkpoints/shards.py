@@ -34,6 +34,7 @@ from torch.futures import Future
 
 from longrecall.files import make_readable
 from longrecall.models.formats.pieces import SHARDS_INDEX, StoredTensors, piece_key
+from longrecall.models.formats.shards import reason_of
 
 FILE_BYTES = 1 << 30
 """A process begins another file before it has written so much: safetensors takes a copy of a file in memory."""
@@ -133,7 +134,7 @@ class _Writer(StorageWriter):
             save_file(parts, path)
         except SafetensorError as error:
             # What goes to the other processes is pickled, which this error does not survive.
-            raise OSError(None, str(error)) from None
+            raise OSError(None, reason_of(error)) from None
         make_readable(path)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,6 +107,24 @@ class Place:
         found: list[Any] = [None] * self.world
         torch.distributed.all_gather_object(found, value)
         return found
+
+
+_LOST = re.compile(r"(closed|reset) by peer|Broken pipe|remote process exited", re.IGNORECASE)
+"""What torch's libraries say where a process waited for one that was killed."""
+
+
+@contextmanager
+def naming_the_dead(place: Place) -> Iterator[None]:
+    """Turn what torch says inside the block when another process of the run has died into one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if place.world == 1 or not _LOST.search(str(error)):
+            raise
+        raise UserError(
+            "another process of this run has ended, and its own message says why; --resume goes on from the last whole "
+            "checkpoint"
+        ) from error
 
 
 def make_place(recipe: ParallelRecipe, rank: int, world: int, device: torch.device) -> Place:

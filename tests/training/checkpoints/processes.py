@@ -1,0 +1,140 @@
+"""Runs of `longrecall train` on several processes, some of which die or meet a full disk where a plan says so.
+
+    python processes.py PLAN.json
+
+Everything is imported once; every run forks its processes from here. The plan is a list of runs; each gets its exit
+codes by rank (-9 = killed), what each process said, and the seconds from the kill to the end of the last process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.fsdp
+import torch.distributed.tensor
+
+from longrecall.cli import main as cli
+from longrecall.training.checkpoints import saver, shards
+from longrecall.training.parallel import agreement
+from longrecall.training.trainer import RecurrentTrainer
+
+PATIENCE = 60.0
+"""Seconds after which processes that are still there have hung."""
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def half_a_file(tensors: Any, path: Path, **_: Any) -> None:
+    path.write_bytes(b"\x08\x00\x00\x00")
+    die()
+
+
+def before(owner: Any, name: str, number: int, action: Callable[..., Any]) -> None:
+    """Do something before the call of a function that has this number, from 1."""
+    original, calls = getattr(owner, name), iter(range(1, 10_000))
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == number:
+            action(*arguments, **options)
+        return original(*arguments, **options)
+
+    setattr(owner, name, counted)
+
+
+def no_space(*_: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+TROUBLE: dict[str, Callable[[int], None]] = {
+    "step": lambda number: before(RecurrentTrainer, "training_step", number, die),
+    "save": lambda number: before(saver.Saver, "save", number, die),
+    "shard": lambda number: before(shards, "save_file", number, half_a_file),
+    "publish": lambda number: before(saver.Saver, "_publish", number, die),
+    "full": lambda number: before(saver.Saver, "save", number, no_space),
+}
+
+
+def child(run: dict[str, Any], rank: int, said: Path) -> int:
+    """What one process does; returns its exit code."""
+    log = os.open(said, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run["world"], "LOCAL_WORLD_SIZE": run["world"]}
+    if run["world"] > 1:
+        os.environ |= {name: str(value) for name, value in ranks.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(run["port"])}
+    kind, number = run.get("trouble", {}).get(str(rank), (None, 0))
+    if kind is not None:
+        TROUBLE[kind](number)
+    return cli.main(["train", *run["words"]])
+
+
+def on_processes(run: dict[str, Any]) -> dict[str, Any]:
+    """Fork the processes of a run and see how they end."""
+    os.chdir(run["folder"])
+    said = [Path(f"said-{rank}.txt").resolve() for rank in range(run["world"])]
+    children = []
+    for rank in range(run["world"]):
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                code = child(run, rank, said[rank])
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(pid)
+    began, codes = time.monotonic(), {}
+    killed = None
+    while len(codes) < len(children):
+        now = time.monotonic() - began
+        if "kill" in run and killed is None and now >= run["kill"]["seconds"]:
+            os.kill(children[run["kill"]["rank"]], signal.SIGKILL)
+            killed = now
+        for rank, pid in enumerate(children):
+            if rank not in codes and (status := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[rank] = os.waitstatus_to_exitcode(status[1])
+                killed = now if codes[rank] == -9 and killed is None else killed
+        if now - (killed or 0.0) > PATIENCE:
+            for rank, pid in enumerate(children):
+                if rank not in codes:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                    codes[rank] = -99
+        time.sleep(0.005)
+    ended = time.monotonic() - began
+    return {
+        "codes": [codes[rank] for rank in range(len(children))],
+        "said": [path.read_text(errors="replace") if path.exists() else "" for path in said],
+        "seconds": ended - (killed or 0.0),
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    agreement.PATIENCE = 0.3
+    plan = Path(sys.argv[1])
+    ends = []
+    for number, run in enumerate(json.loads(plan.read_text())["runs"]):
+        port = json.loads(plan.read_text())["port"] + number
+        ends.append(on_processes({**run, "port": port}))
+        plan.with_suffix(".ends").write_text(json.dumps(ends))
+
+
+if __name__ == "__main__":
+    main()

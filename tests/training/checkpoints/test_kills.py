@@ -1,0 +1,148 @@
+"""Processes that are killed or whose disk is full: no other hangs, nothing is lost, and any number of them goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from longrecall.training.checkpoints import find_saved_runs
+from tests.training.runs import equal, weights
+
+SHARDS, COPIES = ["parallel.shard=2"], ["parallel.shard=1"]
+
+
+def write_recipe(folder: Path, base: Path, text: Path, **sections: Any) -> None:
+    folder.mkdir()
+    recipe = {
+        "model": {"checkpoint": str(base)},
+        "data": {"context_length": 32, "sources": [{"kind": "text", "path": str(text)}]},
+        # Rates at which rounding does not grow: AdamW divides a gradient that is rounding alone by itself.
+        "optimizer": {"learning_rate": 1e-3, "warmup": 2, "epsilon": 1e-6},
+        "initial_state": {"kind": "state_passing", "probability": 0.7},
+        "run": {
+            "output": "out", "steps": 4, "save_every": 2, "batch_size": 2, "log_every": 1, "report_to": "none",
+        } | sections.pop("run", {}),
+    } | sections  # fmt: skip
+    (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
+
+
+def train(folder: Path, output: str, world: int, *overrides: str, resume: bool = False, **trouble: Any) -> Any:
+    """A run of the plan; `trouble`: where a process dies, or another key of `processes.py`."""
+    words = ["r.yaml", *(["--resume"] if resume else []), "--set", f"run.output={output}"]
+    words += [word for override in overrides for word in ("--set", override)]
+    return {"folder": str(folder), "world": world, "words": words, **trouble}
+
+
+def carry_out(folder: Path, runs: list[Any], timeout: float = 240) -> list[Any]:
+    """Return how each run of a plan ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = min(free.getsockname()[1], 60000)
+    plan = folder / "plan.json"
+    plan.write_text(json.dumps({"port": port, "runs": runs}))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("processes.py")), str(plan)],
+        env=environment, capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    ends: list[Any] = json.loads(plan.with_suffix(".ends").read_text())
+    return ends
+
+
+def rows(output: Path) -> list[Any]:
+    """The log, without the speed of the machine."""
+    found = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [{key: row[key] for key in row if key not in ("tokens_per_second", "data_wait")} for row in found]
+
+
+def same(one: Path, other: Path) -> bool:
+    """Bit for bit."""
+    return rows(one) == rows(other) and equal(weights(one / "final"), weights(other / "final"))
+
+
+def assert_close(one: Path, other: Path) -> None:
+    """Up to the order of float sums: 1e-5 of a loss, and of the largest number of a tensor."""
+    losses = [[row["loss"] for row in rows(place)] for place in (one, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    found, wanted = weights(one / "final"), weights(other / "final")
+    for name, tensor in wanted.items():
+        assert (found[name] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), name
+
+
+def test_a_process_that_dies_or_cannot_write_loses_nothing(base: Path, text: Path, tmp_path: Path) -> None:
+    """Of two processes one is killed while it saves, or its disk is full; two or one go on, whole or sharded."""
+    place = tmp_path / "runs"
+    write_recipe(place, base, text)
+    whole, *ends = carry_out(
+        tmp_path,
+        [
+            train(place, "whole", 2, *SHARDS),
+            train(place, "shard", 2, *SHARDS, trouble={"1": ("shard", 2)}),
+            train(place, "shard", 2, *SHARDS, resume=True),
+            train(place, "publish", 2, *COPIES, trouble={"0": ("publish", 2)}),
+            train(place, "publish", 2, *SHARDS, resume=True),
+            train(place, "full", 2, *SHARDS, trouble={"1": ("full", 2)}),
+            train(place, "full", 3, *COPIES, resume=True),
+            train(place, "full", 1, *COPIES, resume=True),
+        ],
+    )
+    assert whole["codes"] == [0, 0], whole["said"]
+    shard, shard_again, publish, publish_again, full, three, full_again = ends
+    for end in (shard_again, publish_again, full_again):
+        assert set(end["codes"]) == {0}, end["said"]
+    assert shard["codes"][1] == -9 and shard["codes"][0] not in (0, -9, -99)
+    assert publish["codes"][0] == -9 and publish["codes"][1] not in (0, -9, -99)
+    lost = "another process of this run has ended, and its own message says why; --resume goes on from"
+    for said in (shard["said"][0], publish["said"][1]):
+        assert f"{lost} the last whole checkpoint" in said and "bug" not in said
+    # The others end when a process has died, and do not wait for it.
+    assert max(shard["seconds"], publish["seconds"]) < 20
+    assert full["codes"] == [2, 2], full["said"]
+    line = "cannot save step 4: process 1: File too large (os error 27); last good checkpoint: full/steps/step-00000002"
+    assert full["said"][0].endswith(f"{line}\n") and full["said"][0].count("error:") == 1 and full["said"][1] == ""
+    assert three["codes"] == [2, 2, 2]
+    assert "saved with 4 rows in a batch of all processes, which 3 cannot share" in three["said"][0]
+    assert same(place / "shard", place / "whole")
+    for name in ("publish", "full"):
+        assert_close(place / name, place / "whole")
+        assert [path.name for path in sorted((place / name / "steps").iterdir())] == ["step-00000002", "step-00000004"]
+    assert [run.sharded for run in find_saved_runs(place / "publish")] == [False, True]
+    assert [run.world for run in find_saved_runs(place / "full")] == [2, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", ["state_passing", "truncated_bptt", "fitted_noise", "learned"])
+def test_any_process_killed_at_any_moment(base: Path, text: Path, tmp_path: Path, world: int, kind: str) -> None:
+    """Twenty kills by time, of any process; runs of the same number of processes end bit for bit like one unkilled."""
+    random = np.random.Generator(np.random.PCG64(world))
+    options = {"freeze": False} if kind == "learned" else {}
+    place, kills = tmp_path / "runs", 5
+    batch = {"batch_size": 4 // world, "steps": 12, "save_every": 1, "keep": 3}
+    write_recipe(place, base, text, initial_state={"kind": kind, **options}, run=batch)
+    mesh = ["parallel.shard=2"]
+    (whole,) = carry_out(tmp_path, [train(place, "whole", world, *mesh)])
+    assert set(whole["codes"]) == {0}, whole["said"]
+    for name, worlds in (("same", [world]), ("other", [1, 2, 4])):
+        plan = []
+        for number in range(kills):
+            count = int(random.choice(worlds)) if number else world
+            kill = {"rank": int(random.integers(count)), "seconds": float(random.uniform(0.1, whole["seconds"]))}
+            plan.append(train(place, name, count, *(mesh if count > 1 else COPIES), resume=True, kill=kill))
+        last = worlds[0]
+        plan.append(train(place, name, last, *(mesh if last > 1 else COPIES), resume=True))
+        ends = carry_out(tmp_path, plan, timeout=900)
+        assert all(-99 not in end["codes"] for end in ends), ends
+        assert set(ends[-1]["codes"]) == {0}, ends[-1]["said"]
+    assert same(place / "same", place / "whole")
+    assert_close(place / "other", place / "whole")
