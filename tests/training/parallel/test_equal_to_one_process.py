@@ -17,7 +17,11 @@ import yaml
 
 from longrecall.models.byte_tokenizer import byte_tokenizer
 from longrecall.models.checkpoint import save
+from longrecall.models.config import RecurrentConfig
+from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.training.recipe import Recipe
+from tests.conftest import MIXERS
+from tests.models.test_memory_tokens import MODELS
 from tests.training.conftest import tiny_model
 from tests.training.parallel import one_process
 
@@ -33,11 +37,26 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
             "run": {"gradient_checkpointing": True},
         },
     ),
-    "pieces": (2, {"parallel": {"context": 2}, "initial_state": {"kind": "truncated_bptt"}}),
+    "pieces": (
+        2,
+        {
+            "parallel": {"context": 2},
+            "initial_state": {"kind": "truncated_bptt"},
+            "run": {"gradient_accumulation": 1},
+        },
+    ),
     "both": (4, {"parallel": {"replicate": 2, "shard": 2}}),
-    "all": (4, {"parallel": {"shard": 2, "context": 2}, "initial_state": {"kind": "learned", "freeze": False}}),
 }
 """Name -> processes, and what the recipe says beside the usual."""
+MORE: dict[str, tuple[int, dict[str, Any]]] = {
+    "all": (4, {"parallel": {"shard": 2, "context": 2}, "initial_state": {"kind": "learned", "freeze": False}}),
+    "copies in pieces": (4, {"parallel": {"replicate": 2, "context": 2}}),
+    "memory tokens": (2, {"parallel": {"shard": 2}, "model": {"checkpoint": "memory"}}),
+    "memory tokens in pieces": (2, {"parallel": {"context": 2}, "model": {"checkpoint": "memory"}}),
+    "handover, tied": (2, {"parallel": {"shard": 2}, "model": {"checkpoint": "handover"}}),
+    "state alone": (2, {"parallel": {"shard": 2}, "initial_state": {"kind": "learned", "freeze": True}}),
+}
+"""The same, for other models and mixtures."""
 
 
 def write_case(folder: Path, base: Path, text: Path, world: int, case: dict[str, Any]) -> Recipe:
@@ -68,7 +87,7 @@ def run_worker(*folders: Path) -> None:
         [sys.executable, str(WORKER), str(port), *map(str, folders)],
         env=environment, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-12000:]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -101,6 +120,24 @@ def test_equal_to_one_process(tmp_path: Path, text: Path) -> None:
         assert all(re.search(line, refusal["line"]) for refusal in found), found
         left = [path.name for path in (tmp_path / name).glob("out/*")]
         assert not left, f"{name} left {left}"
+
+
+@pytest.mark.slow
+def test_other_models_and_mixtures(tmp_path: Path, text: Path) -> None:
+    base = tmp_path / "base"
+    save(tiny_model(), base, byte_tokenizer())
+    sizes = {"vocab_size": 258, "hidden_size": 20, "layers": MODELS["outside_of_hymba"], "memory_tokens": 3}
+    save(RecurrentLM(RecurrentConfig(**sizes)), tmp_path / "memory", byte_tokenizer())
+    layers = [{"mixer": MIXERS[name], "mlp_size": 24} for name in ("handover", "gla_conv")]
+    config = RecurrentConfig(vocab_size=258, hidden_size=32, layers=layers, tie_word_embeddings=True)
+    save(RecurrentLM(config), tmp_path / "handover", byte_tokenizer())
+    recipes = {}
+    for name, (world, case) in MORE.items():
+        model = {"model": {"checkpoint": str(tmp_path / case["model"]["checkpoint"])}} if "model" in case else {}
+        recipes[name] = write_case(tmp_path / name, base, text, world, case | model)
+    run_worker(*(tmp_path / name for name in MORE))
+    for name, (world, _) in MORE.items():
+        compare(tmp_path / name, one_process.train(recipes[name], world // recipes[name].parallel.context), name)
 
 
 def compare(folder: Path, expected: one_process.Trained, name: str) -> None:
