@@ -264,8 +264,8 @@ def filled_state(
         convolution: convolution states are filled too.
         fill: gets the zeros ``[B, ...]`` that it replaces, for their shape, dtype and device.
     """
-    # Sharded weights are gathered by all processes together, in the backward pass too. So each reads memory tokens in the
-    # same place, whichever of its rows get a state.
+    # Sharded weights are gathered by all processes together, in the backward pass too. So each reads memory tokens in
+    # the same place, whichever of its rows get a state.
     alike = bool(model.config.memory_tokens)
     if not bool(chosen.any()) and not alike:
         return None
