@@ -66,9 +66,8 @@ MODELS: dict[str, dict[str, Any]] = {
         ],
     },
     "shared block": {"layers": [LENDER, {"mixer": MIXERS["gla_conv"]}, BORROWER]},
-    # A mixture of experts, whose balance is that of all tokens; channels for which experts are chosen in groups; MLA.
+    # A mixture of experts, whose balance is that of all tokens.
     "nemotron": HYBRIDS["nemotron"],
-    "kimi": HYBRIDS["kimi"],
     # Values that later layers take of the first.
     "values": HYBRIDS["rwkv"],
     **{
@@ -83,7 +82,7 @@ IN_FLOAT32 = (
 """Mixers, each in a model of its own."""
 
 
-OVER_TWO = ("attention", "nested", "convolutions", "nemotron")
+OVER_TWO = ("attention", "nested")
 """Models that two ranks read too."""
 
 
@@ -140,10 +139,12 @@ def prepare(model: RecurrentLM, kinds: tuple[str, ...], close: float) -> Case:
             continue
         before = None if kind in ("packed", "positions") else state
         out = read(model, ids % model.config.vocab_size, labels, before, more)
-        gradients = differentiate(model, out)
+        gradients = differentiate(model, out, before, kind == "first")
         found.append(Batch(kind, ids, labels, more, before, out, gradients))
         assert isinstance(out.past_key_values, RecurrentState)
         state = out.past_key_values.detach()
+        for _, tensor in floats(state):
+            tensor.requires_grad_()
     return Case(model, found, close)
 
 
@@ -155,13 +156,36 @@ def read(
     return found
 
 
-def differentiate(model: RecurrentLM, out: RecurrentOutput) -> dict[str, Tensor]:
-    """The gradient of every parameter."""
-    assert out.loss is not None
+def differentiate(
+    model: RecurrentLM, out: RecurrentOutput, before: RecurrentState | None, whole: bool, world: int = 1
+) -> dict[str, Tensor]:
+    """The gradients of every parameter and of the state before, of the loss and a function of the state after.
+
+    Each of the ranks derives its share of that function, where `world` of them compute it. `whole`: caches are in it.
+    """
+    assert out.loss is not None and isinstance(out.past_key_values, RecurrentState)
     total = out.loss if out.auxiliary_loss is None else out.loss + out.auxiliary_loss
-    model.zero_grad()
+    for name, tensor in named(out.past_key_values):
+        # Columns of padding in a cache are nobody's.
+        if name.endswith(("recurrent", "conv", "shift")) or (whole and "position" not in name):
+            total = total + tensor.double().square().mean().to(total.dtype) / world
+    wanted = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    wanted |= {} if before is None else dict(floats(before))
+    for x in wanted.values():
+        x.grad = None
     total.backward()
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in wanted.items()}
+
+
+def named(state: RecurrentState) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of the layers."""
+    for index, tensors in enumerate(state.layers):
+        yield from ((f"state before {index}.{name}", tensor) for name, tensor in tensors.items())
+
+
+def floats(state: RecurrentState) -> Iterator[tuple[str, Tensor]]:
+    """Those that have gradients."""
+    return ((name, tensor) for name, tensor in named(state) if tensor.is_floating_point())
 
 
 def same(found: Tensor, expected: Tensor, what: str, close: float) -> None:
@@ -193,7 +217,7 @@ def compare_batch(case: Case, batch: Batch, group: ContextGroup) -> None:
         model.activation_checkpointing_enable()
     with context_parallel(group):
         out = read(model, cut(batch.ids) % model.config.vocab_size, cut(batch.labels), batch.state, more)
-        gradients = differentiate(model, out)
+        gradients = differentiate(model, out, batch.state, batch.kind == "first", group.world)
         with torch.no_grad():
             padded = batch.kind == "padded"
             own = {"loss_only": False}

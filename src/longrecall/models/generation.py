@@ -1,6 +1,6 @@
-"""transformers' generate(), with captured steps in the plain cases: greedy search and sampling on a GPU.
+"""transformers' generate(), with captured or recorded steps in the plain cases: greedy search and sampling.
 
-The captured steps stand above the model, in `inference/generation.py`. They put themselves in here when they are
+The steps stand above the model, in `inference/generation.py`. They put themselves in here when they are
 imported, which importing the model does (`_registration.py`).
 """
 
@@ -31,7 +31,7 @@ class DecodingOptions:
     """How `generate()` decodes; an attribute `decoding` of every RecurrentLM.
 
     Attributes:
-        graphs: capture the step as a CUDA graph on a GPU; False decodes layer by layer, as on a CPU.
+        graphs: capture the step as a CUDA graph on a GPU, and record its calls on a CPU; False decodes layer by layer.
         state_dtype: type of recurrent states while decoding; None = float32. bfloat16 halves what a step reads and
             writes, and rounds the state after every token.
     """

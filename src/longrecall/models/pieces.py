@@ -25,7 +25,7 @@ def agreed_mask(x: Tensor, mask: Tensor | None, given: Mapping[str, Any], layers
     """The mask of this rank's piece: None where no rank has padding.
 
     Args:
-        x: the embeddings ``[B, T, d]``.
+        x: token ids ``[B, T]`` or embeddings ``[B, T, d]``.
         mask: bool ``[B, T]``, False = padding; None = this piece has none.
         given: arguments by name, each of which all ranks must have or none.
         layers: of the model that is called.

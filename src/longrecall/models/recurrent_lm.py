@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,16 @@ from longrecall.layers.lending import lend_weights
 from longrecall.layers.mixers.base import LayerState, without_auxiliary_losses
 from longrecall.layers.norm import build_norm
 from longrecall.layers.passed import EMBEDDED, without_carried
-from longrecall.layers.projections import is_plain
 from longrecall.layers.tokens import TokenContext, TokenEmbedding
 from longrecall.models.captured_steps import CapturedSteps, forget_moved
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.fingerprints import fingerprint
 from longrecall.models.generation import NO_ATTENTIONS, DecodingOptions, RecurrentGeneration
-from longrecall.models.logits import LogitScale
-from longrecall.models.losses import Items, label_count, next_token_loss, next_token_loss_of_hidden, predicted_labels
+from longrecall.models.logits import Head, LogitScale, logits_and_loss
+from longrecall.models.long_texts import Read, Text, TextReader, Wanted
+from longrecall.models.losses import label_count, predicted_labels
 from longrecall.models.output import RecurrentOutput
-from longrecall.models.packed_documents import PACKED, find_fragments
+from longrecall.models.packed_documents import PACKED, Fragments, find_fragments
 from longrecall.models.pieces import (
     agreed_mask,
     count_tokens,
@@ -37,7 +37,7 @@ from longrecall.models.pretrained import RecurrentPreTrainedModel
 from longrecall.models.recurrent_layer import RecurrentLayer as RecurrentLayer
 from longrecall.models.sizes import norm_config
 from longrecall.models.state import RecurrentState, zero_state
-from longrecall.models.token_ids import check_range, embedded, padding_mask
+from longrecall.models.token_ids import check_form, check_range, embedded, padding_mask
 from longrecall.ops.borders import whole_sequences
 from longrecall.ops.execution import as_states_are_read_now, with_row_pieces
 
@@ -71,7 +71,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embeddings = cast(nn.Embedding, value)
 
-    def memory_state(self, rows: int) -> RecurrentState:
+    def _memory_state(self, rows: int) -> RecurrentState:
         """The state of so many rows from which every text begins: after the memory tokens of the model, at position 0.
 
         It is computed anew, since it changes with the weights; gradients of what is read from it reach them.
@@ -122,7 +122,9 @@ class RecurrentModel(RecurrentPreTrainedModel):
         """
         batch, length = x.shape[:2]
         if state is None and self.memory_tokens is not None:
-            state = self.memory_state(batch)
+            state = self._memory_state(batch)
+            if not length:
+                return x, state, [], []
         context = self._token_context(state, mask, ids) if context is None else context
         dtype = x.dtype
         position = x.new_zeros(batch, dtype=torch.long) if state is None else state.position
@@ -130,7 +132,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         new_layers, (x, update), hidden, losses = self._through_layers(
             stream, dtype, state, mask, counts.position, context, keep_hidden
         )
-        _, x = self.norm.of_stream(x, update, dtype)
+        _, x = self.norm(x, dtype, update=update, of_stream=True)
         if keep_hidden:
             hidden.append(x)
         x, new_layers = states_of_last(x, new_layers, self.config)
@@ -206,11 +208,12 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
 
     model: RecurrentModel
     lm_head: nn.Linear
+    text_reader: ClassVar[TextReader | None] = None
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__(config)
         self.model = RecurrentModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.logit_scale = LogitScale(config.logits_multiplier, config.logits_soft_cap)
         self.decoding, self.captured_steps = DecodingOptions(), CapturedSteps()
         # By it transformers' Trainer knows that the first token of a row has no loss, when it counts labels.
@@ -299,12 +302,14 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
                 "past_key_values must be a RecurrentState, as a forward pass returns it; got "
                 f"{type(past_key_values).__name__}"
             )
-        x = embedded(cast(Tensor, input_ids), self.model.embeddings) if inputs_embeds is None else inputs_embeds
-        rows, columns = x.shape[:2]
+        if inputs_embeds is None:
+            check_form(cast(Tensor, input_ids))
+        source = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
+        rows, columns = source.shape[:2]
         mask = None if attention_mask is None else padding_mask(attention_mask, rows, columns)
         given = {"labels": labels, "past_key_values": past_key_values, "attention_mask": attention_mask}
         packed = {name: kwargs.get(name) for name in PACKED} | {"cu_seqlens": cu_seqlens, "position_ids": position_ids}
-        mask = agreed_mask(x, mask, given | packed, self.model.layers)
+        mask = agreed_mask(source, mask, given | packed, self.model.layers)
         if cu_seqlens is None:
             cu_seqlens = find_all_documents(rows, columns, mask, position_ids, kwargs)
         elif rows != 1 or mask is not None:
@@ -313,13 +318,13 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         labels = None if labels is None else with_next_label(labels)
         if labels is not None and mask is not None:
             labels, items = predicted_labels(labels, mask, items)
-        keep = bool(output_hidden_states)
-        if cu_seqlens is None:
-            hidden, state, streams, losses = self.model(x, past_key_values, mask, keep, input_ids)
-        else:
-            hidden, state, streams, losses = self._read_documents(x, past_key_values, cu_seqlens, keep, input_ids)
+        documents = None
+        if cu_seqlens is not None:
+            documents = find_fragments(cu_seqlens, rows, columns, has_every_document(self.config))
+        text = Text(input_ids, inputs_embeds, mask, past_key_values, documents)
+        wanted = Wanted(labels, items, logits_to_keep, loss_only, bool(output_hidden_states))
         try:
-            logits, loss = self._logits_and_loss(hidden, labels, logits_to_keep, loss_only, items)
+            (logits, loss, state, streams), losses = self._read(text, wanted)
         except IndexError:
             if labels is not None:
                 check_range(labels[labels != -100], self.model.embeddings)
@@ -336,12 +341,26 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         )
         return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()
 
+    def _read(self, text: Text, wanted: Wanted) -> tuple[Read, list[Tensor]]:
+        """What is wanted of a text, and the layers' own losses."""
+        reader = self.text_reader
+        if reader is not None and not torch.compiler.is_compiling() and reader.may_cut(text.source):
+            found = reader.read(self, text, wanted)
+            if found is not None:
+                return found, []
+        ids, documents, keep_hidden = text.ids, text.documents, wanted.hidden_states
+        x = embedded(cast(Tensor, ids), self.model.embeddings) if text.embeddings is None else text.embeddings
+        if documents is None:
+            hidden, state, streams, losses = self.model(x, text.state, text.mask, keep_hidden, ids)
+        else:
+            hidden, state, streams, losses = self._read_documents(x, text.state, documents, keep_hidden, ids)
+        return Read(*logits_and_loss(self.lm_head, self.logit_scale, hidden, wanted), state, streams), losses
+
     def _read_documents(
-        self, x: Tensor, state: RecurrentState | None, cu_seqlens: Tensor, keep_hidden: bool, ids: Tensor | None
+        self, x: Tensor, state: RecurrentState | None, documents: Fragments, keep_hidden: bool, ids: Tensor | None
     ) -> tuple[Tensor, RecurrentState, list[Tensor], list[Tensor]]:
         """As `RecurrentModel.forward`, for documents side by side, each from a row of the state."""
-        rows, columns = x.shape[:2]
-        documents = find_fragments(cu_seqlens, rows, columns, has_every_document(self.config))
+        rows = x.shape[0]
         ids = None if ids is None else documents.apart(ids)
         read = (documents.mask, keep_hidden, ids)
         if documents.pieces is None:
@@ -355,26 +374,15 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         after = replace(after, length=documents.longest + (0 if state is None else state.length))
         return hidden, after, streams, losses
 
-    def _logits_and_loss(
-        self, hidden: Tensor, labels: Tensor | None, logits_to_keep: int | Tensor, loss_only: bool, items: Items
-    ) -> tuple[Tensor | None, Tensor | None]:
-        if loss_only and labels is None:
-            raise ValueError("loss_only needs labels")
-        scale = self.logit_scale
-        if loss_only and labels is not None and is_plain(self.lm_head) and scale.soft_cap is None:
-            states = hidden if scale.multiplier == 1.0 else hidden * scale.multiplier
-            return None, next_token_loss_of_hidden(states, self.lm_head.weight, labels, items)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = scale(
-            self.lm_head(hidden[:, kept] if not isinstance(logits_to_keep, int) or logits_to_keep else hidden)
-        )
-        loss = None if labels is None else next_token_loss(logits, labels, items)
-        return (None if loss_only else logits), loss
-
     def zero_state(self, batch_size: int) -> RecurrentState:
         """The state before the first token: zeros, or what the model's memory tokens leave, on the model's device."""
         if self.model.memory_tokens is not None:
-            return self.model.memory_state(batch_size)
+            # A forward pass over no tokens: weights are there only in one.
+            nothing = torch.zeros((batch_size, 0, self.config.hidden_size), device=self.device, dtype=self.dtype)
+            start: RecurrentState = self(
+                inputs_embeds=nothing, return_dict=True, output_attentions=False
+            ).past_key_values
+            return start
         return zero_state(self.config, batch_size, self.device, self.dtype)
 
     def state_size(self) -> int:

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from longrecall.ops import execution
 from longrecall.ops.context.group import ContextGroup, RowPieces
 
-MOST_UNDER_WAY = 256
+MOST_UNDER_WAY = 64
 """A rank that has sent so many messages waits until the first of them has arrived."""
 
 
