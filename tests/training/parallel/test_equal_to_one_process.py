@@ -21,6 +21,7 @@ from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.training.recipe import Recipe
 from tests.conftest import MIXERS
+from tests.layers import test_shared_block
 from tests.models.test_memory_tokens import MODELS
 from tests.training.conftest import tiny_model
 from tests.training.parallel import one_process
@@ -54,6 +55,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "memory tokens": (2, {"parallel": {"shard": 2}, "model": {"checkpoint": "memory"}}),
     "memory tokens in pieces": (2, {"parallel": {"context": 2}, "model": {"checkpoint": "memory"}}),
     "handover, tied": (2, {"parallel": {"shard": 2}, "model": {"checkpoint": "handover"}}),
+    "borrowed weights": (2, {"parallel": {"shard": 2}, "model": {"checkpoint": "borrowed"}}),
     "state alone": (2, {"parallel": {"shard": 2}, "initial_state": {"kind": "learned", "freeze": True}}),
 }
 """The same, for other models and mixtures."""
@@ -131,6 +133,9 @@ def test_other_models_and_mixtures(tmp_path: Path, text: Path) -> None:
     layers = [{"mixer": MIXERS[name], "mlp_size": 24} for name in ("handover", "gla_conv")]
     config = RecurrentConfig(vocab_size=258, hidden_size=32, layers=layers, tie_word_embeddings=True)
     save(RecurrentLM(config), tmp_path / "handover", byte_tokenizer())
+    shared = test_shared_block.config(*(test_shared_block.layer(**own) for own in ({}, {"weights_of": 0})))
+    lending = RecurrentConfig.from_dict(shared.to_dict() | {"vocab_size": 258})
+    save(RecurrentLM(lending), tmp_path / "borrowed", byte_tokenizer())
     recipes = {}
     for name, (world, case) in MORE.items():
         model = {"model": {"checkpoint": str(tmp_path / case["model"]["checkpoint"])}} if "model" in case else {}
