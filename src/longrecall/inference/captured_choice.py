@@ -1,9 +1,8 @@
 """Choosing the next token inside a CUDA graph, so that decoding never waits for the host.
 
 transformers' processors are dozens of short launches a token: a busy host sends them more slowly than a GPU decodes.
-Those that look at the scores alone are captured once, with the choice itself. A token is then two launches: this graph,
-which writes the chosen ids to where the step reads them, and the step's. Whether all rows have ended is read from
-a copy that has long arrived.
+Those that look at the scores alone are captured once, with the choice itself and the step that reads what was chosen.
+A token is then one launch. Whether all rows have ended is read from a copy that has long arrived.
 """
 
 from __future__ import annotations
@@ -52,10 +51,12 @@ def choice_key(logits_processor: Any, do_sample: bool, end: tuple[int, ...], pad
 
 
 class CapturedChoice:
-    """Chooses from `step.logits`, writes to `step.ids` and to a buffer of its own.
+    """Chooses from `step.logits`, writes the ids to a buffer of its own, and has the step read them.
+
+    The step's state is unspecified afterwards: a state is to be loaded after this and before `decode`.
 
     Args:
-        step: whose logits and ids these are; captured.
+        step: captured.
         columns: tokens that can be written at most.
         pick: logits ``[B, vocab]`` -> the next ids ``[B]``, without anything that waits for the GPU.
         end: ids that end a row; none = rows do not end.
@@ -69,7 +70,7 @@ class CapturedChoice:
         self, step: DecodingStep, columns: int, pick: Callable[[Tensor], Tensor], end: tuple[int, ...], pad: int
     ) -> None:
         device = step.ids.device
-        self._ids, self._logits, self._pick, self._pad = step.ids, step.logits, pick, pad
+        self._logits, self._pick, self._pad = step.logits, pick, pad
         self._end = torch.tensor(end, device=device) if end else None
         self.columns, self._written = columns, torch.zeros(step.batch, columns, dtype=torch.long, device=device)
         self._column = torch.zeros(1, dtype=torch.long, device=device)
@@ -77,18 +78,19 @@ class CapturedChoice:
         # The runs before the recording draw numbers, which nobody may notice.
         drawn = torch.cuda.get_rng_state(device)
         try:
-            self._graph = record(self._choose, 2, recording_stream(device))
+            self._graph = record(lambda: self._choose(step), 2, recording_stream(device))
         finally:
             torch.cuda.set_rng_state(drawn, device)
 
-    def _choose(self) -> None:
+    def _choose(self, step: DecodingStep) -> None:
         token = self._pick(self._logits)
         if self._end is not None:
             token = torch.where(self._running, token, self._pad)
             self._running.logical_and_(~torch.isin(token, self._end))
         self._written.index_copy_(1, self._column, token[:, None])
         self._column += 1
-        self._ids.copy_(token)
+        step.ids.copy_(token)
+        step.read_into_logits()
 
     @torch.no_grad()
     def decode(self, step: DecodingStep, logits: Tensor, new: int) -> Tensor:
@@ -103,6 +105,7 @@ class CapturedChoice:
         count = 0
         while count < new:
             self._graph.replay()
+            step.count_one()
             count += 1
             if self._end is not None and count % CHECK_EVERY == 0:
                 looks.append(self._look())
@@ -111,8 +114,6 @@ class CapturedChoice:
                     arrived.synchronize()
                     if not running:
                         break
-            if count < new:
-                step()
         return self._written[:, :count].clone()
 
     def _look(self) -> tuple[torch.cuda.Event, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from longrecall.inference import reader as reader  # it puts itself into the model
-from longrecall.inference.captured_choice import captured_choice, choice_key
+from longrecall.inference.captured_choice import CapturedChoice, captured_choice, choice_key
 from longrecall.inference.eligibility import room_for, why_no_graph, why_no_recording
 from longrecall.inference.reading import captured_step, read_captured, recorded_step
 from longrecall.inference.recorded_step import RecordedStep
@@ -57,12 +58,22 @@ class CapturedSampling:
         if not captures and why_no_recording(model) is not None:
             return None
         most = int(stopping_criteria.max_length)
+        choosing = Choosing.of(logits_processor, stopping_criteria, generation_config, input_ids.device)
+        new = most - input_ids.shape[1] if streamer is None else 0
         with model.captured_steps.alone() as alone:
-            begin = self._begin if captures else self._begin_recorded
-            begun = begin(model, input_ids, most, generation_config, model_kwargs) if alone else None
+            if not alone:
+                return None
+            if not captures:
+                step, logits = self._begin_recorded(model, input_ids, generation_config, model_kwargs)
+                return _decoded(step, logits, choosing, input_ids, most, streamer)
+            begun = self._begin(model, input_ids, most, generation_config, model_kwargs, choosing, new)
             if begun is None:
                 return None
-            return _decoded(*begun, input_ids, most, logits_processor, stopping_criteria, generation_config, streamer)
+            step, logits, choice = begun
+            if choice is None:
+                return _decoded(step, logits, choosing, input_ids, most, streamer)
+            written = torch.cat([input_ids, choice.decode(step, logits, new)], 1)
+            return _until_ended(written, input_ids.shape[1], choosing.end)
 
     def _serves(
         self, model: RecurrentLM, stopping_criteria: Any, generation_config: Any, model_kwargs: dict[str, Any]
@@ -80,15 +91,26 @@ class CapturedSampling:
         )
 
     def _begin(
-        self, model: RecurrentLM, input_ids: Tensor, most: int, generation_config: Any, model_kwargs: dict[str, Any]
-    ) -> tuple[TokenStep, Tensor] | None:
-        """The step after the prompt and the prompt's last logits ``[B, vocab]``; None where it cannot be captured."""
+        self,
+        model: RecurrentLM,
+        input_ids: Tensor,
+        most: int,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        choosing: Choosing,
+        new: int,
+    ) -> tuple[DecodingStep, Tensor, CapturedChoice | None] | None:
+        """The step after the prompt, the prompt's last logits ``[B, vocab]`` and, for `new` tokens, a captured choice.
+
+        None where the step cannot be captured.
+        """
         rows, columns = input_ids.shape
         room = 0
         try:
             logits, state, where = self._read(model, input_ids, generation_config, model_kwargs)
             room = room_for(model, state, most - columns)
             step = captured_step(model, rows, room, where)
+            choice = _choice(step, logits, choosing, new) if new >= LEAST_CAPTURED else None
             step.load(state)
         except RuntimeError as error:  # out of memory, or a driver that refuses to capture
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -97,12 +119,12 @@ class CapturedSampling:
             warnings.warn(f"decoding without a CUDA graph, which failed: {reason}", stacklevel=2)
             model.captured_steps.clear()
             return None
-        return step, logits
+        return step, logits, choice
 
     def _begin_recorded(
-        self, model: RecurrentLM, input_ids: Tensor, most: int, generation_config: Any, model_kwargs: dict[str, Any]
+        self, model: RecurrentLM, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
     ) -> tuple[TokenStep, Tensor]:
-        """The same on a CPU."""
+        """The same on a CPU, without a captured choice."""
         outputs = cast(Any, model)._prefill(input_ids, generation_config, model_kwargs)
         step = recorded_step(model, input_ids.shape[0])
         step.load(outputs.past_key_values)
@@ -125,42 +147,62 @@ class CapturedSampling:
         return outputs.logits[:, -1], outputs.past_key_values, None
 
 
-def _decoded(
-    step: TokenStep,
-    logits: Tensor,
-    input_ids: Tensor,
-    most: int,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    streamer: Any,
-) -> Tensor:
-    """The loop itself, from the prompt's last logits ``[B, vocab]`` on: ids ``[B, n]``, n at most `most`."""
+@dataclass(frozen=True)
+class Choosing:
+    """How the next token is chosen, and what ends a row.
 
-    def sample(ids: Tensor | None, logits: Tensor) -> Tensor:
-        scores = logits_processor(ids, logits.to(copy=True, dtype=torch.float32))
-        if not generation_config.do_sample:
+    Attributes:
+        processors: transformers' list, called with all ids so far and the scores.
+        do_sample: draw from the scores; else the largest.
+        end: ids that end a row ``[n]``; None = rows do not end.
+        pad: what follows in a row that has ended.
+    """
+
+    processors: Any
+    do_sample: bool
+    end: Tensor | None
+    pad: int
+
+    @classmethod
+    def of(cls, processors: Any, criteria: Any, config: Any, device: torch.device) -> Choosing:
+        """From what transformers' `generate` has prepared."""
+        ends = [one.eos_token_id.flatten().to(device) for one in criteria if hasattr(one, "eos_token_id")]
+        pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+        return cls(processors, bool(config.do_sample), torch.cat(ends) if ends else None, pad)
+
+    def pick(self, ids: Tensor | None, logits: Tensor) -> Tensor:
+        """The next ids ``[B]`` from ids ``[B, n]`` and logits ``[B, vocab]``; no ids for a captured choice."""
+        scores = self.processors(ids, logits.to(copy=True, dtype=torch.float32))
+        if not self.do_sample:
             return torch.argmax(scores, dim=-1)
         return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
 
-    ends = [criterion.eos_token_id for criterion in stopping_criteria if hasattr(criterion, "eos_token_id")]
-    end = torch.cat([one.flatten().to(input_ids.device) for one in ends]) if ends else None
-    pad = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
-    new = most - input_ids.shape[1]
-    if isinstance(step, DecodingStep) and step.graph is not None and streamer is None and new >= LEAST_CAPTURED:
-        stops = () if end is None else tuple(end.tolist())
-        key = choice_key(logits_processor, generation_config.do_sample, stops, pad)
-        if key is not None and logits.dtype == step.logits.dtype:
-            choice = captured_choice(step, key, new, lambda logits: sample(None, logits))
-            return _until_ended(torch.cat([input_ids, choice.decode(step, logits, new)], 1), input_ids.shape[1], end)
+
+def _choice(step: DecodingStep, logits: Tensor, choosing: Choosing, new: int) -> CapturedChoice | None:
+    """The choice of `new` tokens, captured with the step; None where it depends on more than scores, or has no room."""
+    end = () if choosing.end is None else tuple(choosing.end.tolist())
+    key = choice_key(choosing.processors, choosing.do_sample, end, choosing.pad)
+    if key is None or step.graph is None or logits.dtype != step.logits.dtype:
+        return None
+    try:
+        return captured_choice(step, key, new, lambda logits: choosing.pick(None, logits))
+    except RuntimeError:  # the step alone takes less memory
+        step.choices.clear()
+        return None
+
+
+def _decoded(
+    step: TokenStep, logits: Tensor, choosing: Choosing, input_ids: Tensor, most: int, streamer: Any
+) -> Tensor:
+    """The loop itself, from the prompt's last logits ``[B, vocab]`` on: ids ``[B, n]``, n at most `most`."""
     written = decode(
         step,
         input_ids,
         logits,
-        sample,
+        choosing.pick,
         most=most,
-        end=end,
-        pad=pad,
+        end=choosing.end,
+        pad=choosing.pad,
         shown=None if streamer is None else streamer.put,
         check_every=1 if isinstance(step, RecordedStep) else CHECK_EVERY,
     )

@@ -112,15 +112,23 @@ class DecodingStep:
         Raises:
             ValueError: no room for one more token of context.
         """
-        if self.room and max(self.taken, self.width) >= self.room:
-            raise ValueError(f"the step has room for {self.room} tokens of context, all of them read")
-        self.taken, self.width, self.read = self.taken + 1, self.width + 1, self.read + 1
+        self.count_one()
         if self.graph is None:
             self.logits = self._run()
         else:
             self.graph.replay()
-        self.columns += 1
         return self.logits
+
+    def count_one(self) -> None:
+        """Note on the host that one more token is read, by a call or by a graph that has the step in it.
+
+        Raises:
+            ValueError: as a call.
+        """
+        if self.room and max(self.taken, self.width) >= self.room:
+            raise ValueError(f"the step has room for {self.room} tokens of context, all of them read")
+        self.taken, self.width, self.read = self.taken + 1, self.width + 1, self.read + 1
+        self.columns += 1
 
     def capture(self) -> None:
         """Record the step; the buffers are left as they were after construction (zeros)."""
@@ -129,6 +137,10 @@ class DecodingStep:
 
     def _keep_logits(self) -> None:
         self.logits = self._run()
+
+    def read_into_logits(self) -> None:
+        """The work of a call, for a graph of somebody else: `logits` keep their memory."""
+        self.logits.copy_(self._run())
 
     @torch.no_grad()
     def _run(self) -> Tensor:
