@@ -58,6 +58,8 @@ _MARKS = (STEPS_FOLDER, FINAL_FOLDER, LOG_FILE, RESULT_FILE)
 """A folder with any of these holds a run."""
 _OF_A_RUN = (*_MARKS, LEARNED_STATE_FILE, TENSORBOARD_FOLDER)
 _ELSEWHERE = "choose another run.output"
+_PATIENCE = 5.0
+"""Seconds that a failed process of several waits for the checkpoint that is being written."""
 
 
 def run_recipe(
@@ -306,6 +308,10 @@ def _train(job: Job, arguments: TrainingArguments) -> None:
             # FSDP would not see a change in place of views among what a layer returns; nobody makes one.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
             trainer.train()
+    except RuntimeError:
+        # Another process may have died: what writes a checkpoint with it would wait for ever, and others for this one.
+        around.close(patience=None if job.processes.world == 1 else _PATIENCE)
+        raise
     finally:
         around.close()
 
