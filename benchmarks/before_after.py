@@ -5,8 +5,10 @@
 
 Both trees are measured by this script, each in processes of its own (`--measure` is such a process), in turns: before,
 after, after, before, and so on. A row has the median of every process, the median of those, and the ratio after/before.
-On a GPU: bfloat16, medians of CUDA events. On a CPU: float32, one thread, medians of processor seconds; of these the
-ratios count alone. Only what both trees offer is used: ops, layers, models and `generate()`'s captured parts.
+On a GPU: bfloat16, medians of CUDA events. On a CPU: one thread, medians of processor seconds; of these the ratios
+count alone. Rows of memory are in MiB: the largest resident set after a call over 262,144 tokens with the last logits,
+less that after one over 4,096, in a process of its own. Only what both trees offer is used: ops, layers, models and
+`generate()`'s captured parts.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ ROOT = Path(__file__).parent.parent
 E8 = {"type": "gated_delta_net", "num_heads": 8, "key_dim": 128, "value_dim": 128}
 E8 |= {"expansion": {"kind": "headwise", "factor": 8}}
 MODEL = "gated_delta_net_400m"
+MEMORY = ", MiB"
+"""How rows of memory end."""
 
 
 def captured_parts() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
@@ -99,11 +103,45 @@ def model_times() -> dict[str, float]:
     return found
 
 
+BASES = {"Mamba-2 base": "mamba2-base", "GLA base": "gla-base"}
+
+
+def base_model(name: str) -> Any:
+    """A base that ships with the package, in the dtype of its file."""
+    import longrecall
+
+    return longrecall.load(str(ROOT / "src" / "longrecall" / "assets" / BASES[name])).eval()
+
+
+def memory_of(name: str) -> float:
+    """MiB that a call over 262,144 tokens takes beyond one over 4,096; to be asked once in a process."""
+    import resource
+
+    import torch
+
+    torch.set_num_threads(1)
+    model, peaks = base_model(name), []
+    for columns in (4096, 262144):
+        with torch.no_grad():
+            model(torch.ones(1, columns, dtype=torch.long), logits_to_keep=1)
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    return peaks[1] - peaks[0]
+
+
+def cpu_memory() -> dict[str, float]:
+    """`memory_of` every base."""
+    found = {}
+    for name in BASES:
+        command = [sys.executable, __file__, "--memory", name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found[f"{name}, 1 x 262144 beyond 1 x 4096{MEMORY}"] = float(done.stdout.splitlines()[-1])
+    return found
+
+
 def cpu_times() -> dict[str, float]:
     """Milliseconds of processor time: ops forward and backward, a training step and decoding of a shipped base."""
     import torch
 
-    import longrecall
     from longrecall.ops import gated_delta_rule, gated_linear_attention
 
     torch.set_num_threads(1)
@@ -129,28 +167,31 @@ def cpu_times() -> dict[str, float]:
 
     found["gated linear attention, forward + backward"] = median(linear, 15)
     found["gated delta rule, forward + backward"] = median(delta, 15)
-    model: Any = longrecall.load(str(ROOT / "src" / "longrecall" / "assets" / "mamba2-base"))
+    model = base_model("Mamba-2 base")
     ids = torch.randint(0, 256, (4, 512))
     found["Mamba-2 base, training step, 4 x 512"] = median(lambda: model(ids, labels=ids).loss.backward(), 15)
-    model.eval()
     options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    found["Mamba-2 base, generate() of 64 tokens"] = median(lambda: model.generate(ids[:1], **options), 9)
+    for name in BASES:
+        model = base_model(name)
+        found[f"{name}, generate() of 64 tokens"] = median(lambda: model.generate(ids[:1], **options), 9)  # noqa: B023
+    model = base_model("Mamba-2 base")
     with torch.no_grad():
         found["Mamba-2 base, reading 1 x 4096"] = median(lambda: model(ids.new_ones(1, 4096), logits_to_keep=1), 9)
     return found
 
 
 def measure() -> dict[str, float]:
-    """Milliseconds of every row, by the longrecall that this process imports."""
+    """Milliseconds (or MiB) of every row, by the longrecall that this process imports."""
     import torch
 
     torch.manual_seed(0)
-    return layer_times() | model_times() if torch.cuda.is_available() else cpu_times()
+    return layer_times() | model_times() if torch.cuda.is_available() else cpu_times() | cpu_memory()
 
 
-def run(tree: Path) -> dict[str, float]:
-    """`measure` in a process that imports longrecall from `tree`."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree / "src"), os.environ.get("PYTHONPATH", "")])}
+def run(tree: Path, site: str = "") -> dict[str, float]:
+    """`measure` in a process that imports longrecall from `tree`, and what the folder `site` has from there."""
+    path = os.pathsep.join(filter(None, (str(tree / "src"), site, os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path}
     command = [sys.executable, __file__, "--measure"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -166,7 +207,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="processes of each tree [%(default)s]")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--measure", action="store_true", help="measure what is imported, print JSON")
+    parser.add_argument("--memory", choices=BASES, help="measure the memory of this base alone, print MiB")
     args = parser.parse_args()
+    if args.memory:
+        print(memory_of(args.memory))
+        return
     if args.measure:
         print(json.dumps(measure()))
         return
@@ -185,14 +230,9 @@ def main() -> None:
     for row in runs["after"][0]:
         times = {name: [one[row] for one in found] for name, found in runs.items()}
         middle = {name: statistics.median(values) for name, values in times.items()}
-        ratio = middle["after"] / middle["before"]
-        rows.add(
-            row,
-            before_ms=middle["before"],
-            after_ms=middle["after"],
-            ratio=ratio,
-            **{f"{k}s": v for k, v in times.items()},
-        )
+        unit = "mib" if row.endswith(MEMORY) else "ms"
+        numbers = {f"{name}_{unit}": value for name, value in middle.items()}
+        rows.add(row, **numbers, ratio=middle["after"] / middle["before"], **{f"{k}s": v for k, v in times.items()})
 
 
 if __name__ == "__main__":

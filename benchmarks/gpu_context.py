@@ -49,9 +49,8 @@ def measured(model: RecurrentLM, ids: torch.Tensor, group: ContextGroup | None, 
             model(input_ids=piece, labels=piece, use_cache=False, loss_only=True).loss.backward()
         if group is not None:
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            with dist._coalescing_manager(group=group.process_group):
-                for gradient in gradients:
-                    dist.all_reduce(gradient, group=group.process_group)
+            for sent in [dist.all_reduce(x, group=group.process_group, async_op=True) for x in gradients]:
+                sent.wait()
 
     work()
     torch.cuda.synchronize()

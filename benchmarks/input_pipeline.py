@@ -6,8 +6,8 @@ A byte-level BPE tokenizer of 32,768 tokens is trained on the text first. The te
 characters and written as plain text, jsonl.zst, parquet and token files, in 16 files each. Then a stream of batches of
 8 x 4,096 tokens is read as fast as it comes, for `--seconds`, once the workers have nothing read ahead. What counts is
 the largest number of workers: it must give 3 times what a GPU takes (`--gpu`, tokens/s; 180 thousand are those of a
-400M Gated DeltaNet on one H200). On a machine with few or busy cores only the ratios mean something: `of_one` is the
-throughput beside that of one worker, `per_worker` tokens/s.
+400M Gated DeltaNet on one H200). On a machine whose cores are busy `per_cpu_second` means more: the tokens that one
+core reads in a second of its own time, measured with 0 workers and one thread. `of_one` is beside one worker.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import os
 import platform
 import sys
 import tempfile
@@ -44,8 +45,7 @@ WANTED = 3.0
 
 
 def read_text(path: Path, megabytes: int) -> str:
-    opened = lzma.open(path) if path.suffix == ".xz" else path.open("rb")
-    with opened as file:
+    with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
         return file.read(megabytes << 20).decode("utf-8", errors="ignore").replace("\x0c", "\n\n")
 
 
@@ -93,22 +93,23 @@ def write_files(documents: list[str], tokenizer: Any, folder: Path) -> dict[str,
     }
 
 
-def speed(source: dict[str, str], tokenizer: Any, workers: int, seconds: float) -> float:
-    """Return tokens a second, once what was read ahead while nobody counted is used up."""
+def speed(source: dict[str, str], tokenizer: Any, workers: int, seconds: float) -> tuple[float, float]:
+    """Return tokens a second, and a second of this process, once what was read ahead is used up."""
     data = {"context_length": LENGTH, "sources": [source], "workers": workers}
     batches = iter(BatchStream(build(DataRecipe, data, "data"), tokenizer, ROWS))
     for _ in range(2 * AHEAD):
         next(batches)
-    begun, count = time.perf_counter(), 0
+    begun, own, count = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - begun < seconds:
         next(batches)
         count += 1
-    passed = time.perf_counter() - begun
+    passed, used = time.perf_counter() - begun, time.process_time() - own
     batches.close()  # type: ignore[attr-defined]
-    return count * ROWS * LENGTH / passed
+    return count * ROWS * LENGTH / passed, count * ROWS * LENGTH / used
 
 
 def main() -> int:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread for every process, this one too
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="UTF-8 text, plain or .xz")
     parser.add_argument("--megabytes", type=int, default=64, help="how much of it is used")
@@ -126,11 +127,11 @@ def main() -> int:
         for kind in args.kinds:
             one = None
             for workers in args.workers:
-                found = speed(sources[kind], tokenizer, workers, args.seconds)
+                found, own = speed(sources[kind], tokenizer, workers, args.seconds)
                 one = found if workers == 1 else one
                 row = {"kind": kind, "workers": workers, "tokens_per_second": round(found)}
                 row |= {"of_a_gpu": round(found / args.gpu, 2), "of_one": round(found / one, 2) if one else None}
-                row |= {"per_worker": round(found / max(1, workers))}
+                row |= {"per_cpu_second": None if workers else round(own)}
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     enough = {kind: max(row["of_a_gpu"] for row in rows if row["kind"] == kind) >= WANTED for kind in args.kinds}

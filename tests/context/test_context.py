@@ -12,6 +12,7 @@ import torch
 
 from longrecall.context import ContextGroup, context_parallel, from_last, from_previous, hand_on, received
 from longrecall.errors import UserError
+from longrecall.models.packed_documents import find_fragments
 from longrecall.ops.execution import context
 from tests.context.ranks import OPERATIONS
 
@@ -66,3 +67,24 @@ def test_groups_that_cannot_be_are_refused() -> None:
         ContextGroup(None, 2, 2)
     with pytest.raises(UserError, match="a context group of 2 ranks needs a process group"):
         ContextGroup(None, 0, 2)
+
+
+def test_a_rank_reads_no_rows_of_documents_that_others_hold() -> None:
+    """Two rows of 2 x 6 columns, the right half of each: documents go on, begin, end and lie elsewhere."""
+    cuts = torch.tensor([0, 4, 8, 12, 21, 24])
+    with context_parallel(ContextGroup(object(), 1, 2)):
+        found = find_fragments(cuts, 2, 6, every_document=False)
+    pieces = found.pieces
+    assert pieces is not None and pieces.documents == 5
+    assert pieces.rows.tolist() == [1, 2, 3, 4] and pieces.ends.tolist() == [True, True, True, True]
+    assert (
+        pieces.first.tolist() == [0, 2] and pieces.last.tolist() == [1, 3] and pieces.goes_on.tolist() == [True, True]
+    )
+    assert found.mask.sum(1).tolist() == [2, 4, 3, 3] and found.longest == 9
+    x = torch.arange(12).view(2, 6)
+    assert found.apart(x).tolist() == [[0, 1, 0, 0], [2, 3, 4, 5], [6, 7, 8, 0], [9, 10, 11, 0]]
+    assert torch.equal(found.together(found.apart(x), 2), x)
+    with context_parallel(ContextGroup(object(), 0, 2)):
+        first = find_fragments(cuts, 2, 6, every_document=False).pieces
+    assert first is not None and first.rows.tolist() == [0, 1, 3] and first.ends.tolist() == [True, False, False]
+    assert first.goes_on.tolist() == [False, False] and first.last.tolist() == [1, 2]

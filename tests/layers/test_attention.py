@@ -21,6 +21,33 @@ def test_in_one_piece_as_in_blocks(length: int, monkeypatch: pytest.MonkeyPatch)
     positions = torch.arange(length).expand(2, -1)
     expected = attend(q, k, v, positions, positions, Scoring(0.25))
     torch.testing.assert_close(attend_causally(q, k, v), expected, rtol=1e-12, atol=1e-12)
+    # The last queries alone, as in a piece of a sequence.
+    last = slice(length // 3, None)
+    torch.testing.assert_close(attend_causally(q[:, last], k, v), expected[:, last], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("keys", "values", "groups"), [(64, 64, 2), (192, 128, 4), (64, 128, 2)])
+def test_last_queries_on_a_gpu(keys: int, values: int, groups: int) -> None:
+    """A piece of a sequence, and its gradients, in the memory of its keys and not of its scores."""
+    generator = torch.Generator().manual_seed(keys)
+    shapes = ((2, 8192, 4, keys), (2, 16384, groups, keys), (2, 16384, groups, values))
+    inputs = [torch.randn(shape, generator=generator).cuda().bfloat16().requires_grad_() for shape in shapes]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = attend_causally(*inputs)
+    found.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 2 * 4 * 8192 * 16384 / 2
+    own = [x.detach().float().requires_grad_() for x in inputs]
+    places = torch.arange(16384, device="cuda").expand(2, -1)
+    expected = attend(*own, places[:, 8192:], places, Scoring(keys**-0.5), in_order=True)
+    expected.sum().backward()
+    pairs = [(found, expected), *((x.grad, y.grad) for x, y in zip(inputs, own, strict=True))]
+    for one, other in pairs:
+        assert one is not None and other is not None
+        # bfloat16 inputs and products: a few roundings of 2^-9 each.
+        assert float((one.float() - other).norm() / other.norm()) < 2e-2
 
 
 @pytest.mark.gpu

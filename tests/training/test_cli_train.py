@@ -100,6 +100,9 @@ def test_the_verb_imports_nothing_heavy() -> None:
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml")), ids=lambda p: p.name)
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.parametrize("path", [*RECIPES.glob("*.yaml"), *RECIPES.glob("papers/*.yaml")], ids=lambda p: p.name)
 def test_every_example_recipe_is_valid(path: Path) -> None:
     assert Recipe.load(path).steps() > 0

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from longrecall.models.byte_tokenizer import byte_tokenizer
 from longrecall.models.checkpoint import open_checkpoint
 from longrecall.training.checkpoints import find_saved_runs
 from longrecall.training.data import BatchStream
-from longrecall.training.initial_states import make_initial_state
+from longrecall.training.evaluation import Share, prepare_evaluation
+from longrecall.training.initial_states import Zero, make_initial_state
 from longrecall.training.optimizer import make_optimizer, parameter_groups, touched_names
 from longrecall.training.recipe import Recipe
 from longrecall.training.schedule import rate_factor
@@ -92,8 +94,21 @@ OWN = {
 """A tensor of each intervention as a checkpoint holds it."""
 
 
+MEASURED = (
+    "evaluation={every: 3, held_out: {sources: [{kind: text, path: PATH}], tokens: 240}, tasks: TASKS, best: true}"
+)
+"""Five held-out sequences in batches of three: a process has a whole batch, the other one two rows of its batch."""
+TASKS = "[{kind: passkey, lengths: [160], samples: 3, options: {depths: [0.5]}}]"
+
+
 def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def evaluations(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{**row["evaluation"], "seconds": 0.0} for row in rows if "evaluation" in row]
 
 
 def reference(recipe: Recipe) -> list[float]:
@@ -132,7 +147,13 @@ def reference(recipe: Recipe) -> list[float]:
 def test_two_processes(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     """Every intervention: the losses are those of one process that does the work of both, and a resume is exact."""
     short = ("run.steps=4", "run.save_every=2")
-    recipes = {kind: make_recipe(override(kind, **options), *short) for kind, options in KINDS.items()}
+    measured = {
+        kind: MEASURED.replace("PATH", str(tmp_path / "text.txt")).replace(
+            "TASKS", "[]" if kind == "learned" else TASKS
+        )
+        for kind in KINDS
+    }
+    recipes = {kind: make_recipe(override(kind, **options), *short, measured[kind]) for kind, options in KINDS.items()}
     for kind, recipe in recipes.items():
         (tmp_path / kind).mkdir()
         (tmp_path / kind / "r.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
@@ -153,7 +174,17 @@ def test_two_processes(make_recipe: Callable[..., Recipe], tmp_path: Path) -> No
         # float32 sums over two processes and micro-batches in another order, grown over four steps of AdamW.
         assert whole == pytest.approx(reference(recipe), rel=1e-4), kind
         assert losses(tmp_path / kind / "killed") == whole, kind
-        names = ["final", "log.jsonl", "steps", "training.json"]  # and no lock file
+        assert evaluations(tmp_path / kind / "killed") == evaluations(tmp_path / kind / "whole"), kind
+        if kind != "learned":
+            found = prepare_evaluation(recipe, byte_tokenizer())
+            assert found is not None
+            model = longrecall.load(tmp_path / kind / "whole" / "final")
+            alone = found.measure(model, Zero(), Share(0, 1, False, lambda tensor: tensor), nullcontext)
+            # 1e-6: float32 sums of other batches.
+            assert evaluations(tmp_path / kind / "whole")[-1] == pytest.approx({**alone, "seconds": 0.0}, rel=1e-6), (
+                kind
+            )
+        names = ["best", "final", "log.jsonl", "steps", "training.json"]  # and no lock file
         assert [name for name in sorted(os.listdir(tmp_path / kind / "killed")) if name[:7] != "initial"] == names
         runs = find_saved_runs(tmp_path / kind / "whole")
         assert [saved.step for saved in runs] == [2, 4]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
-from longrecall.errors import RefusedTogether, first_process
+from longrecall.errors import RefusedTogether, UserError, first_process
 
 HELP = "train a checkpoint as a YAML recipe says"
 EXAMPLE = "longrecall train recipes/post_train.yaml --set model.checkpoint=bigger/ --set optimizer.touched=10x"
@@ -31,6 +32,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything and print the plan; read no weights, write nothing"
     )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="print bytes a GPU, FLOPs and hours; needs no GPU, no data and of the model only a config or FILE.json",
+    )
+    parser.add_argument("--gpus", type=int, default=None, metavar="N", help="with --plan: how many [1]")
+    parser.add_argument(
+        "--utilisation", type=float, default=None, metavar="X", help="with --plan: share of the peak reached [0.4]"
+    )
+    parser.add_argument(
+        "--peak-tflops", type=float, default=None, metavar="X", help="with --plan: of one GPU [an H200's]"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
@@ -39,6 +52,11 @@ def run(args: argparse.Namespace) -> int:
     from longrecall.training.recipe import Recipe
 
     recipe = Recipe.load(args.recipe, args.overrides)
+    if args.plan:
+        return _plan(recipe, args)
+    for name in ("gpus", "utilisation", "peak_tflops"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} belongs to --plan; a run takes the GPUs that torchrun names")
     from longrecall.training.parallel.place import leave_group
     from longrecall.training.run import run_recipe
 
@@ -55,4 +73,17 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(summary.table())
     print("dry run: nothing was written" if args.dry_run else f"wrote {summary.checkpoint}")
+    return 0
+
+
+def _plan(recipe: Any, args: argparse.Namespace) -> int:
+    """Print what the run would take."""
+    from longrecall.training.planning import UTILISATION, Hardware, plan_run
+
+    if args.resume or args.force or args.dry_run:
+        raise UserError("--plan counts and trains nothing: leave out --resume, --force and --dry-run")
+    gpus = 1 if args.gpus is None else args.gpus
+    utilisation = UTILISATION if args.utilisation is None else args.utilisation
+    found = plan_run(recipe, Hardware(gpus, args.peak_tflops, utilisation))
+    print(json.dumps(found.to_dict(), indent=2) if args.json else found.table())
     return 0

@@ -40,6 +40,26 @@ def tokenize_with_bytes(tokenizer: Any, text: str) -> tuple[NDArray[np.int64], N
     return ids, _from_offsets(encoded["offset_mapping"], text)
 
 
+def bytes_of_tokens(tokenizer: Any, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how many bytes of text each token of `ids` stands for, in an array of the same shape.
+
+    Special tokens stand for none. Exact where the vocabulary spells bytes (byte-level, sentencepiece); of others each
+    token is decoded alone, which may miss white space between words.
+    """
+    unique, inverse = np.unique(ids, return_inverse=True)
+    special = set(tokenizer.all_special_ids)
+    plain = [int(token) for token in unique if int(token) not in special]
+    spellings = tokenizer.convert_ids_to_tokens(plain)
+    pieces: list[bytes | None] = [_byte_level(token) for token in spellings]
+    if None in pieces and any("\u2581" in token for token in spellings):
+        pieces = [_sentencepiece(token) for token in spellings]
+    elif None in pieces:
+        pieces = [str(tokenizer.decode([token])).encode("utf-8", "replace") for token in plain]
+    size = dict(zip(plain, (len(piece or b"") for piece in pieces), strict=True))
+    sizes = np.array([size.get(int(token), 0) for token in unique], dtype=np.int64)
+    return sizes[inverse].reshape(ids.shape)
+
+
 _BYTES = {character: byte for byte, character in byte_alphabet().items()}
 
 

@@ -6,6 +6,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.nn.utils import parametrize
 
+from longrecall.errors import UserError
+from longrecall.layers.access import KINDS
 from longrecall.models.captured_steps import modules_of, tensors_of
 
 OUR_PACKAGES = ("longrecall", "torch", "transformers")
@@ -38,8 +40,19 @@ def why_not_as_built(model: nn.Module) -> str | None:
     tensors = tensors_of(modules)
     if len({tensor.device for tensor in tensors}) > 1:
         return "its weights lie on several devices"
-    for kind in set(map(type, tensors)) - {Tensor, nn.Parameter}:
-        return f"it has weights of a kind that kernels cannot read ({kind.__name__})"
+    reason = _why_not_whole(tensors)
+    return None if reason is None else f"it {reason}"
+
+
+def check_whole(model: nn.Module, work: str) -> None:
+    """Raise UserError, before `work` begins, on a model whose weights are not there, such as a sharded one."""
+    if reason := _why_not_whole(tensors_of(modules_of(model))):
+        raise UserError(f"{work} reads weights without calling the modules that own them, but the model {reason}")
+
+
+def _why_not_whole(tensors: list[Tensor]) -> str | None:
+    for kind in set(map(type, tensors)) - KINDS:
+        return f"has weights of a kind that kernels cannot read ({kind.__name__})"
     return None
 
 

@@ -15,6 +15,7 @@ from longrecall.inference.segments import LENGTHS
 from longrecall.layers.descriptions.base import NO_ROOM, MixerConfig
 from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
 from longrecall.models.state import RecurrentState
+from longrecall.ops.execution import context
 
 MOST_ROOM = 131072
 """Tokens of a prompt that is read in segments by a model with retrieval or attention, whose keys stay in memory."""
@@ -36,6 +37,27 @@ def why_no_graph_by_design(model: RecurrentLM) -> str | None:
     if model.training:
         return "the model is in training mode"
     return why_no_step(model)
+
+
+def why_no_recording(model: RecurrentLM) -> str | None:
+    """Return why tokens are not decoded by recorded calls on a CPU, in plain words; None when they are."""
+    if not model.decoding.graphs:
+        return "model.decoding.graphs is off"
+    if model.device.type != "cpu":
+        return f"the model is on {model.device.type}"
+    if model.training:
+        return "the model is in training mode"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on"
+    if context() is not None:
+        return "its sequences are cut over ranks"
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return "somebody watches the calls of torch"
+    if "forward" in vars(model):
+        return "the model has another forward method than its class"
+    if any(layer._compiled_call_impl is not None for layer in model.model.layers):
+        return "its layers are compiled"
+    return why_not_fixed(model) or why_not_as_built(model)
 
 
 def _first_reason(model: RecurrentLM, reason: Callable[[MixerConfig], str | None]) -> str | None:

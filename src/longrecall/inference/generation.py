@@ -1,26 +1,40 @@
-"""The loop of greedy search and sampling on captured steps, which generate() takes in the plain cases on a GPU."""
+"""The loop of greedy search and sampling on captured or recorded steps, which generate() takes in the plain cases."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from longrecall.inference.eligibility import room_for, why_no_graph
-from longrecall.inference.reading import captured_step, read_captured
-from longrecall.inference.step import DecodingStep
+from longrecall.inference import reader as reader  # it puts itself into the model
+from longrecall.inference.eligibility import room_for, why_no_graph, why_no_recording
+from longrecall.inference.reading import captured_step, read_captured, recorded_step
+from longrecall.inference.recorded_step import RecordedStep
 from longrecall.models.captured_steps import addresses
 from longrecall.models.generation import RecurrentGeneration
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 
+CHECK_EVERY = 16
+"""Tokens after which it is looked whether all rows have ended, where that waits for a GPU."""
+
+
+class TokenStep(Protocol):
+    """One token for every sequence of a batch, on a state that the step owns."""
+
+    ids: Tensor
+    """int64 ``[B]``: what the next call reads."""
+
+    def __call__(self) -> Tensor:
+        """Read `ids`, advance the state; logits ``[B, vocab]``, overwritten by the next call."""
+
 
 class CapturedSampling:
-    """`models.generation.SampleLoop` on a step that is captured once and replayed for every token."""
+    """`models.generation.SampleLoop` on a step that is captured (on a CPU: recorded) once and repeated then."""
 
     def sample(
         self,
@@ -34,9 +48,13 @@ class CapturedSampling:
     ) -> Tensor | None:
         if not self._serves(model, stopping_criteria, generation_config, model_kwargs):
             return None
+        captures = why_no_graph(model) is None
+        if not captures and why_no_recording(model) is not None:
+            return None
         most = int(stopping_criteria.max_length)
         with model.captured_steps.alone() as alone:
-            begun = self._begin(model, input_ids, most, generation_config, model_kwargs) if alone else None
+            begin = self._begin if captures else self._begin_recorded
+            begun = begin(model, input_ids, most, generation_config, model_kwargs) if alone else None
             if begun is None:
                 return None
             return _decoded(*begun, input_ids, most, logits_processor, stopping_criteria, generation_config, streamer)
@@ -44,7 +62,7 @@ class CapturedSampling:
     def _serves(
         self, model: RecurrentLM, stopping_criteria: Any, generation_config: Any, model_kwargs: dict[str, Any]
     ) -> bool:
-        """Whether the loop has no more to do than `decode` does, on a model whose step can be captured."""
+        """Whether the loop has no more to do than `decode` does."""
         plain = [MaxLengthCriteria, EosTokenCriteria]
         return not (
             generation_config.is_assistant
@@ -54,12 +72,11 @@ class CapturedSampling:
             # Somebody else says what is read: prompt tuning puts its tokens before the prompt.
             or "prepare_inputs_for_generation" in vars(model)
             or any(type(criterion) not in plain for criterion in stopping_criteria)
-            or why_no_graph(model) is not None
         )
 
     def _begin(
         self, model: RecurrentLM, input_ids: Tensor, most: int, generation_config: Any, model_kwargs: dict[str, Any]
-    ) -> tuple[DecodingStep, Tensor] | None:
+    ) -> tuple[TokenStep, Tensor] | None:
         """The step after the prompt and the prompt's last logits ``[B, vocab]``; None where it cannot be captured."""
         rows, columns = input_ids.shape
         room = 0
@@ -76,6 +93,15 @@ class CapturedSampling:
             model.captured_steps.clear()
             return None
         return step, logits
+
+    def _begin_recorded(
+        self, model: RecurrentLM, input_ids: Tensor, most: int, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> tuple[TokenStep, Tensor]:
+        """The same on a CPU."""
+        outputs = cast(Any, model)._prefill(input_ids, generation_config, model_kwargs)
+        step = recorded_step(model, input_ids.shape[0])
+        step.load(outputs.past_key_values)
+        return step, outputs.logits[:, -1]
 
     def _read(
         self, model: RecurrentLM, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
@@ -95,7 +121,7 @@ class CapturedSampling:
 
 
 def _decoded(
-    step: DecodingStep,
+    step: TokenStep,
     logits: Tensor,
     input_ids: Tensor,
     most: int,
@@ -123,6 +149,7 @@ def _decoded(
         end=torch.cat([end.flatten().to(input_ids.device) for end in ends]) if ends else None,
         pad=0 if pad is None else int(pad),
         shown=None if streamer is None else streamer.put,
+        check_every=1 if isinstance(step, RecordedStep) else CHECK_EVERY,
     )
     if streamer is not None:
         streamer.end()
@@ -135,7 +162,7 @@ Sampler = Callable[[Tensor, Tensor], Tensor]
 
 @torch.no_grad()
 def decode(
-    step: DecodingStep,
+    step: TokenStep,
     ids: Tensor,
     logits: Tensor,
     sample: Sampler,
@@ -144,12 +171,12 @@ def decode(
     end: Tensor | None,
     pad: int,
     shown: Callable[[Tensor], None] | None = None,
-    check_every: int = 16,
+    check_every: int = CHECK_EVERY,
 ) -> Tensor:
     """Extend ids ``[B, n]`` to at most `most` columns; `logits` ``[B, vocab]`` are those of the last column.
 
     A row ends with a token of `end` and is filled up with `pad`. Whether all rows have ended is looked at every
-    `check_every` tokens only, since that waits for the GPU; what was written too much is cut off. `shown` gets the new
+    `check_every` tokens only, since that waits for a GPU; what was written too much is cut off. `shown` gets the new
     ids of every step (on the CPU), for streaming.
     """
     rows, start = ids.shape

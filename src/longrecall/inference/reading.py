@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longrecall.inference.eligibility import why_no_room, why_not_fixed
+from longrecall.inference.recorded_step import RecordedStep
 from longrecall.inference.segments import CapturedSegments
 from longrecall.inference.step import DecodingStep
 from longrecall.models.captured_steps import kept
@@ -45,6 +46,11 @@ def captured_step(model: RecurrentLM, batch: int, room: int = 0, where: Where = 
 
     key = ("step", batch, model.decoding.state_dtype, *([room] if room else []))
     return kept(model.captured_steps, model, key, make, where)
+
+
+def recorded_step(model: RecurrentLM, batch: int) -> RecordedStep:
+    """Return the model's step on a CPU for this batch size, made on first use and kept for the next calls."""
+    return kept(model.captured_steps, model, ("recorded", batch), lambda: RecordedStep(model, batch))
 
 
 def captured_segments(model: RecurrentLM, batch: int, columns: int = 0, where: Where = None) -> CapturedSegments:

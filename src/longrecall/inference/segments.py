@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from longrecall.inference.as_built import check_whole
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.recording import record, recording_stream
 from longrecall.layers.retrieval.module import Retrieval
@@ -137,6 +138,7 @@ class CapturedSegments:
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, model: RecurrentLM, batch: int, lengths: tuple[int, ...] = LENGTHS, room: int = 0) -> None:
+        check_whole(model, "reading in captured segments")
         # Not the model itself, which keeps its segments: they would keep it alive, and their memory with it.
         self.body, self.lm_head, self.device = model.model, model.lm_head, model.device
         self.logit_scale = model.logit_scale

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from longrecall.inference.as_built import check_whole
 from longrecall.inference.eligibility import why_not_fixed
 from longrecall.inference.layer_step import LayerStep
 from longrecall.layers.passed import EMBEDDED
@@ -43,6 +44,7 @@ class DecodingStep:
         fused: bool | None = None,
         room: int = 0,
     ) -> None:
+        check_whole(model, "a decoding step")
         # Not the model itself, which keeps its steps: they would keep it alive, and their memory with it.
         self.config, self.body, self.lm_head, self.batch = model.config, model.model, model.lm_head, batch
         self.logit_scale = model.logit_scale

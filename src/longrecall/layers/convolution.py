@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrecall.ops import long_convolution, short_convolution
+from longrecall.ops.convolution.short import gated_short_convolution
 from longrecall.ops.execution import context
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -39,12 +40,22 @@ class ShortConvolution(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor, state: Tensor | None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x ``[B, T, C]``, state ``[B, C, W - 1]`` or None -> ``[B, T, C]`` and the new state."""
+    def forward(
+        self, x: Tensor, state: Tensor | None, mask: Tensor | None = None, rows: slice | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x ``[B, T, C]``, state ``[B, C, W - 1]`` or None -> ``[B, T, C]`` and the new state.
+
+        `rows`: x has these channels of the convolution alone; None = all of them.
+        """
         if self.activation is None and self.weight.shape[1] > MOST_SHIFTED_TAPS:
             return self._transformed(x, state, mask)
         inside = self.activation if self.activation == "silu" else None
-        y, after = short_convolution(x, self.weight, self.bias, state=state, mask=mask, activation=inside)
+        taps = (
+            (self.weight, self.bias)
+            if rows is None
+            else (self.weight[rows], None if self.bias is None else self.bias[rows])
+        )
+        y, after = short_convolution(x, *taps, state=state, mask=mask, activation=inside)
         return (y if self.activation in (None, inside) else ACTIVATIONS[self.activation](y)), after
 
     def _transformed(self, x: Tensor, state: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -59,3 +70,16 @@ class ShortConvolution(nn.Module):
         inputs = F.pad(inputs, (0, 0, missing, 0)) if missing > 0 else inputs[:, -kept:]
         y = y if self.bias is None else y + self.bias.to(y.dtype)
         return y, inputs.transpose(1, 2)
+
+
+class GatedConvolution(ShortConvolution):
+    """A convolution of three parts without an activation, the outer two of which are multiplied (Hyena)."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__(3 * channels, width, bias=True, activation=None)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, state: Tensor | None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x ``[B, T, 3 C]`` -> the middle part and the product, ``[B, T, C]``, and the state ``[B, 3 C, W - 1]``."""
+        return gated_short_convolution(x, self.weight, self.bias, state=state, mask=mask)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from longrecall.layers.access import may_read
+from longrecall.layers.convolution import ShortConvolution
 from longrecall.layers.expansion import HeadwiseExpansion
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import LinearAttentionMixer
-from longrecall.layers.projections import is_wrapped
 from longrecall.ops.borders import inputs_of_previous, state_after, state_before
 from longrecall.ops.delta_rule.expanded import EXPANDED_DELTA_RULE, expanded_delta_rule
 from longrecall.ops.execution import context, states_are_unread
@@ -43,8 +44,8 @@ def why_not(layer: LinearAttentionMixer, x: Tensor, mask: Tensor | None, log_dec
     for convolution in (layer.q_conv, layer.k_conv, layer.v_conv):
         if convolution is None or convolution.weight.shape[1] != TAPS or convolution.bias is not None:
             return f"the short convolutions must have {TAPS} taps and no bias"
-        if is_wrapped(convolution):
-            return "an adapter on the short convolutions is left to the plain path"
+        if not may_read(convolution, ShortConvolution):
+            return "an adapter on the short convolutions, or hooks, are left to the plain path"
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     like = {name: x.new_empty((1, 1, 1, width), dtype=dtype) for name, width in _widths(layer).items()}
     state_heads = layer.v_proj.out_features // layer.value_width * layer.subheads
@@ -59,7 +60,11 @@ def _widths(layer: LinearAttentionMixer) -> dict[str, int]:
 
 def _expansion(layer: LinearAttentionMixer) -> HeadwiseExpansion | None:
     """What the kernels expand, head by head, and again in the backward; any other expansion comes before them."""
-    return layer.q_expand if layer.subheads > 1 and isinstance(layer.q_expand, HeadwiseExpansion) else None
+    own, other = layer.q_expand, layer.k_expand
+    if layer.subheads == 1 or own is None or other is None:
+        return None
+    readable = may_read(own, HeadwiseExpansion) and may_read(other, HeadwiseExpansion)
+    return own if readable and isinstance(own, HeadwiseExpansion) else None
 
 
 def read_and_write(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from longrecall.layers.access import visitable
 from longrecall.layers.descriptions.handover import HandoverConfig
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.nested import read_nested
@@ -23,6 +24,7 @@ class Handover(nn.Module):
         self.new = config.new.build(hidden_size)
         self.register_buffer("progress", torch.zeros((), dtype=torch.float32))
 
+    @visitable
     def forward(
         self,
         x: Tensor,

@@ -15,8 +15,10 @@ def lend_weights(layers: Sequence[nn.Module]) -> None:
     for layer in layers:
         for mixer, config in _mixers(layer):
             if config.lender is not None:
-                lenders = (other for other, has in _mixers(layers[config.lender]) if has.lends_to(config))
-                mixer.borrow(next(lenders))
+                owner = layers[config.lender]
+                lenders = (other for other, has in _mixers(owner) if has.lends_to(config))
+                lender = next(lenders)
+                mixer.borrow(lender, _way_to(owner, lender))
 
 
 def _mixers(layer: nn.Module) -> Iterator[tuple[Any, MixerConfig]]:
@@ -32,3 +34,11 @@ def lent_parameters(layers: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
         for mixer, config in _mixers(layer):
             if config.lender is not None:
                 yield from mixer.weights.parameters()
+
+
+def _way_to(owner: nn.Module, inner: nn.Module) -> tuple[nn.Module, ...]:
+    """The owner and the modules in it that lead to `inner`, itself the last."""
+    path = next(name for name, module in owner.named_modules() if module is inner)
+    parts = path.split(".") if path else []
+    names = [".".join(parts[:count]) for count in range(len(parts) + 1)]
+    return tuple(owner.get_submodule(name) for name in names)

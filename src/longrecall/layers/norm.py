@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from longrecall.layers.descriptions.block import RMS, NormConfig
 from longrecall.ops.norms.op import Gate, add_rms_norm, gated_rms_norm, rms_norm
+from longrecall.ops.time_mixing.op import gated_group_norm
 
 
 class RMSNorm(nn.Module):
@@ -33,17 +34,31 @@ class RMSNorm(nn.Module):
             return self.weight
         return self.offset + (self.weight if self.weight.dtype == torch.float64 else self.weight.float())
 
-    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """``[..., size]`` -> ``[..., size]`` in `dtype`; None = that of x."""
+    def forward(
+        self,
+        x: Tensor,
+        dtype: torch.dtype | None = None,
+        *,
+        update: Tensor | None = None,
+        of_stream: bool = False,
+        gate: Tensor | None = None,
+        kind: Gate = "silu",
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``[..., size]`` -> ``[..., size]`` in `dtype`; None = that of x.
+
+        Args:
+            x: what is normed.
+            dtype: of the result.
+            update: with `of_stream`, what is yet to be added to x, if anything.
+            of_stream: x is the residual stream: the sum of x and `update` is normed, and returned before its norm.
+            gate: as many numbers as x; the norm is multiplied by this gate, activated as `kind` says.
+            kind: as for `ops.norms.op.gated_rms_norm`.
+        """
+        if of_stream:
+            return add_rms_norm(x, update, self.scale, self.eps, groups=self.groups, dtype=dtype)
+        if gate is not None:
+            return gated_rms_norm(x, gate, self.scale, self.eps, kind=kind, groups=self.groups, dtype=dtype)
         return rms_norm(x, self.scale, self.eps, groups=self.groups, dtype=dtype)
-
-    def of_stream(self, x: Tensor, update: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The residual stream x ``[..., size]`` plus an update, if any, and the norm of the sum in `dtype`."""
-        return add_rms_norm(x, update, self.scale, self.eps, groups=self.groups, dtype=dtype)
-
-    def gated(self, x: Tensor, gate: Tensor, dtype: torch.dtype, kind: Gate = "silu") -> Tensor:
-        """The norm of x ``[..., size]`` times an activated gate, in `dtype`: `ops.normalisation.gated_rms_norm`."""
-        return gated_rms_norm(x, gate, self.scale, self.eps, kind=kind, groups=self.groups, dtype=dtype)
 
     def extra_repr(self) -> str:
         more = f", offset={self.offset:g}" if self.offset else ""
@@ -66,20 +81,34 @@ class LayerNorm(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """``[..., size]`` -> ``[..., size]`` in `dtype`; None = that of x."""
+    def forward(
+        self, x: Tensor, dtype: torch.dtype | None = None, *, update: Tensor | None = None, of_stream: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``[..., size]`` -> ``[..., size]`` in `dtype`; None = that of x. `update` and `of_stream` as in `RMSNorm`."""
+        x = x if update is None else x + update
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         bias = None if self.bias is None else self.bias.to(wide)
         scale = self.weight.to(wide) + self.offset if self.offset else self.weight.to(wide)
-        return F.layer_norm(x.to(wide), self.weight.shape, scale, bias, self.eps).to(dtype or x.dtype)
-
-    def of_stream(self, x: Tensor, update: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The residual stream x ``[..., size]`` plus an update, if any, and the norm of the sum in `dtype`."""
-        x = x if update is None else x + update
-        return x, self(x, dtype)
+        normed = F.layer_norm(x.to(wide), self.weight.shape, scale, bias, self.eps).to(dtype or x.dtype)
+        return (x, normed) if of_stream else normed
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, bias={self.bias is not None}"
+
+
+class GroupNorm(nn.GroupNorm):
+    """Each head's mean 0 and variance 1, then scaled and shifted by channel (Wu and He 2018)."""
+
+    def forward(self, x: Tensor, gate: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Heads ``[B, T, H, V]`` -> ``[B, T, H * V]`` in `dtype`; None = that of x, in which it is computed then.
+
+        `gate` ``[B, T, H * V]``: the norm is multiplied by silu of it, as `ops.time_mixing.op.gated_group_norm` says.
+        """
+        if gate is not None:
+            return gated_group_norm(x, gate, self.weight, self.bias, self.eps, dtype or x.dtype)
+        rows, weight, bias = x.flatten(0, 1).flatten(1), self.weight.to(x.dtype), self.bias.to(x.dtype)
+        normed: Tensor = F.group_norm(rows, self.num_groups, weight, bias, self.eps).unflatten(0, x.shape[:2])
+        return normed if dtype is None else normed.to(dtype)
 
 
 Norm = RMSNorm | LayerNorm

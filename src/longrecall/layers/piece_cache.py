@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from longrecall.context.group import ContextGroup
 from longrecall.layers.stepping.cache import Cache, appended, trimmed
+from longrecall.ops.context.group import ContextGroup
 from longrecall.ops.neighbours import all_columns, all_pieces
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from longrecall.errors import UserError
+from longrecall.layers.access import may_read
 from longrecall.layers.norm import RMSNorm, operand_dtype
 from longrecall.ops.norms.op import Gate, gated_norm_projection, gated_projection, silu_product
 from longrecall.ops.projections.biased import project_with_biases
@@ -19,49 +19,12 @@ def is_plain(layer: nn.Module) -> bool:
 
     What stands in the place of one (an adapter, a quantised one, one with hooks) is called as it wants to be.
     """
-    return _is_bare(layer) and layer.bias is None
+    return may_read(layer, nn.Linear) and layer.bias is None
 
 
 def is_biased(layer: nn.Module) -> bool:
     """As `is_plain`, of a layer with a bias."""
-    return _is_bare(layer) and layer.bias is not None
-
-
-def _is_bare(layer: nn.Module) -> bool:
-    """Whether calling a linear layer does nothing else: no hooks, forward or backward, no forward method put in."""
-    return (
-        type(layer) is nn.Linear
-        and not layer._forward_hooks
-        and not layer._forward_pre_hooks
-        and not layer._backward_hooks
-        and not layer._backward_pre_hooks
-        and "forward" not in layer.__dict__
-    )
-
-
-def is_wrapped(layer: nn.Module | None) -> bool:
-    """Whether another package computes with this layer's weight, so that the weight alone is not what it applies.
-
-    By the attribute under which PEFT's adapters keep what they wrap; a whole layer that is trained in the place of
-    another (`modules_to_save`) has none, and its weight may be read.
-    """
-    return hasattr(layer, "base_layer")
-
-
-def taps_of(owner: nn.Module, name: str) -> Tensor:
-    """The weight of a convolution `name` that its owner applies itself.
-
-    Raises:
-        UserError: an adapter on it, which would be passed over.
-    """
-    convolution = getattr(owner, name)
-    if is_wrapped(convolution):
-        raise UserError(
-            f"{type(owner).__name__} reads the taps of {name} itself, so an adapter on them would do nothing; leave "
-            f"{name} out of the adapter's targets"
-        )
-    taps: Tensor = convolution.weight
-    return taps
+    return may_read(layer, nn.Linear) and layer.bias is not None
 
 
 def project_biased(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
@@ -106,10 +69,10 @@ def project_gated(
     x: Tensor, norm: RMSNorm, gate: Tensor, layer: nn.Module, dtype: torch.dtype, kind: Gate = "silu"
 ) -> Tensor:
     """The gated norm of x, in `dtype`, through a layer: x of B * T * n numbers, gate ``[B, T, n]`` -> ``[B, T, d]``."""
-    if is_plain(layer):
+    if is_plain(layer) and may_read(norm, RMSNorm):
         matrix = layer.get_parameter("weight")
-        return gated_norm_projection(x, gate, norm.weight, matrix, norm.eps, kind=kind, groups=norm.groups, dtype=dtype)
-    projected: Tensor = layer(norm.gated(x, gate, dtype, kind).reshape(gate.shape))
+        return gated_norm_projection(x, gate, norm.scale, matrix, norm.eps, kind=kind, groups=norm.groups, dtype=dtype)
+    projected: Tensor = layer(norm(x, dtype, gate=gate, kind=kind).reshape(gate.shape))
     return projected
 
 

@@ -75,6 +75,10 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None)
     q, k, v = (y.transpose(1, 2) for y in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     if q.shape[2] != k.shape[2]:
+        if grouped and k.shape[3] != v.shape[3]:
+            # Of the kernels that know where such queries begin only flash knows groups, for values as wide as keys.
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+            grouped = False
         mask: Any = causal_lower_right(q.shape[2], k.shape[2])
         found: Tensor = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped, scale=scale)
         return found.transpose(1, 2)

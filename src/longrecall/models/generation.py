@@ -1,6 +1,6 @@
-"""transformers' generate(), with captured steps in the plain cases: greedy search and sampling on a GPU.
+"""transformers' generate(), with captured or recorded steps in the plain cases: greedy search and sampling.
 
-The captured steps stand above the model, in `inference/generation.py`. They put themselves in here when they are
+The steps stand above the model, in `inference/generation.py`. They put themselves in here when they are
 imported, which importing the model does (`_registration.py`).
 """
 
@@ -18,6 +18,7 @@ from longrecall.errors import UserError
 from longrecall.models.captured_steps import CapturedSteps
 from longrecall.models.state import RecurrentState
 from longrecall.models.token_ids import check_prompt
+from longrecall.ops.execution import context
 
 NO_ATTENTIONS = (
     "output_attentions: a recurrence has no attention weights to return, and the attention layers here keep none; "
@@ -30,7 +31,7 @@ class DecodingOptions:
     """How `generate()` decodes; an attribute `decoding` of every RecurrentLM.
 
     Attributes:
-        graphs: capture the step as a CUDA graph on a GPU; False decodes layer by layer, as on a CPU.
+        graphs: capture the step as a CUDA graph on a GPU, and record its calls on a CPU; False decodes layer by layer.
         state_dtype: type of recurrent states while decoding; None = float32. bfloat16 halves what a step reads and
             writes, and rounds the state after every token.
     """
@@ -77,8 +78,13 @@ class RecurrentGeneration(GenerationMixin):
         """What transformers' `generate` begins with, once a call.
 
         Raises:
-            UserError: a prompt without rows or tokens, or with ids that the model has not.
+            UserError: a prompt without rows or tokens, or with ids that the model has not; context parallelism.
         """
+        if context() is not None:
+            raise UserError(
+                "generate() does not run under context parallelism: each new token needs the one before, which leaves "
+                "nothing to cut; call it outside of context_parallel"
+            )
         found = cast(Any, super())._prepare_model_inputs(*args, **options)
         check_prompt(found[0], cast(Any, self).get_input_embeddings())
         return found

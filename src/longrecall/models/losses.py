@@ -51,7 +51,7 @@ def next_token_loss(logits: Tensor, labels: Tensor, items: Items = None) -> Tens
     predictions = logits[:, : labels.shape[1] - 1].flatten(0, 1)
     predictions = predictions if predictions.dtype == torch.float64 else predictions.float()
     total = F.cross_entropy(predictions, targets, ignore_index=-100, reduction="sum")
-    return _divided(total, labels, items)
+    return mean_loss(total, labels, items)
 
 
 def next_token_loss_of_hidden(hidden: Tensor, weight: Tensor, labels: Tensor, items: Items = None) -> Tensor:
@@ -67,14 +67,15 @@ def next_token_loss_of_hidden(hidden: Tensor, weight: Tensor, labels: Tensor, it
             dtype = torch.get_autocast_dtype("cuda")
             states, weight = states.to(dtype), weight.to(dtype)
         total: Tensor = fused(states, weight, targets, reduction="sum", accum_dtype=torch.float32)
-        return _divided(total, labels, items)
+        return mean_loss(total, labels, items)
     kept = targets != -100
     predictions = F.linear(states[kept], weight)
     predictions = predictions if predictions.dtype == torch.float64 else predictions.float()
-    return _divided(F.cross_entropy(predictions, targets[kept], reduction="sum"), labels, items)
+    return mean_loss(F.cross_entropy(predictions, targets[kept], reduction="sum"), labels, items)
 
 
-def _divided(total: Tensor, labels: Tensor, items: Items) -> Tensor:
+def mean_loss(total: Tensor, labels: Tensor, items: Items = None) -> Tensor:
+    """The sum of the cross-entropies of labels ``[B, T]``, divided by their number, or by `items`."""
     total = sum_of_pieces(total)
     if items is None:
         return total / label_count(labels).clamp(min=1)

@@ -7,7 +7,7 @@ one before ended.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,12 @@ from torch.nn import functional as F
 
 from longrecall.ops.execution import context
 from longrecall.ops.packing import check_boundaries
+
+if TYPE_CHECKING:
+    from longrecall.ops.context.group import RowPieces
+
+PACKED = ("cu_seq_lens_q", "seq_idx")
+"""Arguments of transformers' collators that tell of packed documents."""
 
 
 def find_documents(
@@ -61,35 +67,39 @@ def find_documents(
 class Fragments(NamedTuple):
     """N documents that lie side by side, with a row for each.
 
-    Where rows are cut over ranks, it is this rank's part of them: nothing but padding for those that others hold.
+    Where rows are cut over ranks, it is this rank's part of them: nothing but padding for those that others hold, or
+    no row.
     """
 
     mask: Tensor
-    """bool ``[N, L]``: which are tokens, padding behind them; L is the same on all ranks."""
+    """bool ``[rows, L]``: which are tokens, padding behind them; L is the same on all ranks if each has all rows."""
     document: Tensor
     """int64 ``[B * T]``: the row of every column, one row ``[T]`` after the other."""
     column: Tensor
     """int64 ``[B * T]``: and the column in it."""
     longest: int
     """Tokens of the longest document."""
+    pieces: RowPieces | None = None
+    """Where ranks share rows and each has rows for the documents alone of which it holds a part: which they are."""
 
     def apart(self, x: Tensor) -> Tensor:
-        """``[B, T, ...]`` -> ``[N, L, ...]``, zeros in the place of padding."""
+        """``[B, T, ...]`` -> ``[rows, L, ...]``, zeros in the place of padding."""
         rows = x.new_zeros((*self.mask.shape, *x.shape[2:]))
         return rows.index_put((self.document, self.column), x.flatten(0, 1))
 
     def together(self, x: Tensor, rows: int) -> Tensor:
-        """The inverse: ``[N, L, ...]`` -> ``[B, T, ...]`` with B = `rows`."""
+        """The inverse: ``[rows, L, ...]`` -> ``[B, T, ...]`` with B = `rows`."""
         side_by_side: Tensor = x[self.document, self.column].unflatten(0, (rows, -1))
         return side_by_side
 
 
-def find_fragments(cu_seqlens: Tensor, rows: int, length: int) -> Fragments:
+def find_fragments(cu_seqlens: Tensor, rows: int, length: int, every_document: bool = True) -> Fragments:
     """Cut documents at the borders of a rank's piece ``[B, T]`` of its rows, or take whole documents of whole rows.
 
     Args:
         cu_seqlens: int ``[N + 1]``, their boundaries in the whole rows, one after the other; none lies in two rows.
         rows, length: B and T.
+        every_document: whether each rank has a row for every document; else for those with tokens in its piece.
 
     Raises:
         ValueError: boundaries that do not increase from 0 to B * T, times the ranks that share the rows.
@@ -109,8 +119,21 @@ def find_fragments(cu_seqlens: Tensor, rows: int, length: int) -> Fragments:
     own = counts[rank]
     document = torch.repeat_interleave(torch.arange(len(own), device=own.device), own)
     column = torch.arange(rows * length, device=own.device) - (own.cumsum(0) - own)[document]
-    mask = torch.arange(int(counts.max()), device=own.device) < own[:, None]
-    return Fragments(mask, document, column, int((end - begin).max()))
+    longest = int((end - begin).max())
+    if every_document or group is None:
+        mask = torch.arange(int(counts.max()), device=own.device) < own[:, None]
+        return Fragments(mask, document, column, longest)
+    from longrecall.ops.context.group import RowPieces
+
+    here = own > 0
+    document = (here.cumsum(0) - 1)[document]
+    held = here.nonzero()[:, 0]
+    mask = torch.arange(int(own.max()), device=own.device) < own[held, None]
+    edges = document.view(rows, length)
+    goes_on = (begin < rank * length)[held[edges[:, 0]]]
+    ends = (end <= (rank + 1) * length)[held]
+    pieces = RowPieces(len(own), held, ends, edges[:, 0], edges[:, -1], goes_on)
+    return Fragments(mask, document, column, longest, pieces)
 
 
 def _begins(places: Tensor, before: Tensor, kind: str) -> Tensor:

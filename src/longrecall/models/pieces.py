@@ -5,35 +5,42 @@ Pieces are contiguous and of equal length: rank r of W has columns r * T to (r +
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longrecall.errors import UserError
 from longrecall.layers.mixers.base import LayerState
 from longrecall.models.packed_documents import find_documents
 from longrecall.models.sizes import ModelSizes
-from longrecall.ops.execution import context, states_are_unread
+from longrecall.models.state import RecurrentState
+from longrecall.ops.execution import context, row_pieces, states_are_unread
 from longrecall.ops.neighbours import all_columns
 
 
-def agreed_mask(x: Tensor, mask: Tensor | None, given: Mapping[str, Any]) -> Tensor | None:
+def agreed_mask(x: Tensor, mask: Tensor | None, given: Mapping[str, Any], layers: Iterable[nn.Module]) -> Tensor | None:
     """The mask of this rank's piece: None where no rank has padding.
 
     Args:
-        x: the embeddings ``[B, T, d]``.
+        x: token ids ``[B, T]`` or embeddings ``[B, T, d]``.
         mask: bool ``[B, T]``, False = padding; None = this piece has none.
         given: arguments by name, each of which all ranks must have or none.
+        layers: of the model that is called.
 
     Raises:
-        UserError: the ranks were given pieces of other shapes, or not the same arguments.
+        UserError: the ranks were given pieces of other shapes, or not the same arguments; layers are compiled.
     """
     group = context()
     if group is None:
         return mask
+    if any(layer._compiled_call_impl is not None for layer in layers):
+        raise UserError(
+            "compiled layers do not run under context parallelism: the compiler does not see that sequences are cut; "
+            "leave out compile()"
+        )
     own = [*x.shape[:2], *(value is not None for value in given.values()), mask is not None]
     every = all_columns(torch.tensor([[own]], dtype=torch.int64, device=x.device))[0].tolist()
     for place, name in enumerate(("rows", "columns", *given)):
@@ -48,37 +55,37 @@ def agreed_mask(x: Tensor, mask: Tensor | None, given: Mapping[str, Any]) -> Ten
     return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if padded and mask is None else mask
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Real tokens of every row: int64 ``[B]``, or one number where no row has padding."""
+class Counts(NamedTuple):
+    """Real tokens that rows have read, int64 ``[B]``."""
 
-    before: Tensor | int
-    """On the ranks before this one."""
-    total: Tensor | int
-    """On all ranks."""
+    position: Tensor
+    """Before this rank's piece."""
+    after: Tensor
+    """After the whole rows."""
     columns: int
     """Columns of the whole rows, padding included."""
 
 
-def count_tokens(length: int, mask: Tensor | None) -> Counts:
-    """What rows of `length` columns, bool mask ``[B, T]`` or None, are part of."""
+def count_tokens(position: Tensor, length: int, mask: Tensor | None) -> Counts:
+    """What rows that had read `position` ``[B]`` tokens read of `length` columns, bool mask ``[B, T]`` or None."""
     group = context()
     if group is None:
-        return Counts(0, length if mask is None else mask.sum(1), length)
+        return Counts(position, position + (length if mask is None else mask.sum(1)), length)
     columns = group.world * length
     if mask is None:
-        return Counts(group.rank * length, columns, columns)
+        return Counts(position + group.rank * length, position + columns, columns)
     read = all_columns(mask.sum(1)[:, None])
-    return Counts(read[:, : group.rank].sum(1), read.sum(1), columns)
+    return Counts(position + read[:, : group.rank].sum(1), position + read.sum(1), columns)
 
 
 def states_of_last(x: Tensor, states: Sequence[LayerState], config: ModelSizes) -> tuple[Tensor, list[LayerState]]:
     """The states of the layers of `config` after the last rank's piece, on every rank.
 
     Returns x, which is to be used instead, and the states. Caches with a column for each token are whole already.
-    Where nobody reads the states, they stay those after this rank's piece.
+    Where nobody reads the states, they stay those after this rank's piece; so do those of documents
+    (`states_of_documents`).
     """
-    if context() is None or states_are_unread():
+    if context() is None or row_pieces() is not None or states_are_unread():
         return x, list(states)
     places = [
         (index, name)
@@ -86,13 +93,42 @@ def states_of_last(x: Tensor, states: Sequence[LayerState], config: ModelSizes) 
         for name, shape in layer.state_shapes().items()
         if name in state and 0 not in shape
     ]
-    from longrecall.context.exchange import from_last
+    from longrecall.ops.context.exchange import from_last
 
     x, *last = from_last(x, *(states[index][name] for index, name in places))
     found = [dict(state) for state in states]
     for (index, name), tensor in zip(places, last, strict=True):
         found[index][name] = tensor
     return x, found
+
+
+def has_every_document(config: ModelSizes) -> bool:
+    """Whether a model reads packed documents with a row for every one, also on ranks that hold no part of it.
+
+    So it is where a layer of `config` keeps or looks up columns: ranks gather those of the same rows.
+    """
+    if context() is None:
+        return True
+    shapes = (shape for layer in config.layer_configs() for shape in layer.state_shapes().values())
+    return config.reads_tokens() or any(0 in shape for shape in shapes)
+
+
+def states_of_documents(x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+    """The states of all N documents, each from the rank on which it ends, from those of this rank's documents.
+
+    For use inside `row_pieces`. Returns x, which is to be used instead, and the states. Where nobody reads the states,
+    they stay those of this rank's documents.
+    """
+    if context() is None or row_pieces() is None or states_are_unread():
+        return x, state
+    from longrecall.ops.context.exchange import from_ends
+
+    places = [(index, name) for index, layer in enumerate(state.layers) for name in layer]
+    x, position, *ended = from_ends(x, state.position, *(state.layers[index][name] for index, name in places))
+    layers: list[LayerState] = [{} for _ in state.layers]
+    for (index, name), tensor in zip(places, ended, strict=True):
+        layers[index][name] = tensor
+    return x, replace(state, layers=tuple(layers), position=position)
 
 
 def with_next_label(labels: Tensor) -> Tensor:

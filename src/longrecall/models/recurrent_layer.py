@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from longrecall.layers.access import visitable
 from longrecall.layers.descriptions.block import BlockConfig
 from longrecall.layers.descriptions.mlp import MLPConfig
 from longrecall.layers.mixers.base import LayerState, state_under
@@ -52,6 +53,7 @@ class RecurrentLayer(nn.Module):
         norm: Norm | None = getattr(self, f"{block.name}_post_norm", None)
         return norm
 
+    @visitable
     def forward(
         self,
         x: Tensor,
@@ -74,7 +76,7 @@ class RecurrentLayer(nn.Module):
             kind = operand_dtype(x, dtype) if isinstance(block.module, MLPConfig) else dtype
             norm = self.norm_of(block)
             if norm is not None:
-                x, normed = norm.of_stream(x, update, kind)
+                x, normed = norm(x, kind, update=update, of_stream=True)
             else:
                 x = x if update is None else x + update
                 normed = x.to(kind)

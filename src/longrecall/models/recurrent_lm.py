@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +14,22 @@ from longrecall.layers.lending import lend_weights
 from longrecall.layers.mixers.base import LayerState, without_auxiliary_losses
 from longrecall.layers.norm import build_norm
 from longrecall.layers.passed import EMBEDDED, without_carried
-from longrecall.layers.projections import is_plain
 from longrecall.layers.tokens import TokenContext, TokenEmbedding
 from longrecall.models.captured_steps import CapturedSteps, forget_moved
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.fingerprints import fingerprint
 from longrecall.models.generation import NO_ATTENTIONS, DecodingOptions, RecurrentGeneration
-from longrecall.models.logits import LogitScale
-from longrecall.models.losses import Items, label_count, next_token_loss, next_token_loss_of_hidden, predicted_labels
+from longrecall.models.logits import Head, LogitScale, logits_and_loss
+from longrecall.models.long_texts import Read, Text, TextReader, Wanted
+from longrecall.models.losses import label_count, predicted_labels
 from longrecall.models.output import RecurrentOutput
-from longrecall.models.packed_documents import find_fragments
+from longrecall.models.packed_documents import PACKED, Fragments, find_fragments
 from longrecall.models.pieces import (
     agreed_mask,
     count_tokens,
     find_all_documents,
+    has_every_document,
+    states_of_documents,
     states_of_last,
     with_next_label,
 )
@@ -35,8 +37,9 @@ from longrecall.models.pretrained import RecurrentPreTrainedModel
 from longrecall.models.recurrent_layer import RecurrentLayer as RecurrentLayer
 from longrecall.models.sizes import norm_config
 from longrecall.models.state import RecurrentState, zero_state
-from longrecall.models.token_ids import check_range, embedded
-from longrecall.ops.execution import as_states_are_read_now, with_context
+from longrecall.models.token_ids import check_form, check_range, embedded, padding_mask
+from longrecall.ops.borders import whole_sequences
+from longrecall.ops.execution import as_states_are_read_now, with_row_pieces
 
 
 class RecurrentModel(RecurrentPreTrainedModel):
@@ -68,14 +71,14 @@ class RecurrentModel(RecurrentPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embeddings = cast(nn.Embedding, value)
 
-    def memory_state(self, rows: int) -> RecurrentState:
+    def _memory_state(self, rows: int) -> RecurrentState:
         """The state of so many rows from which every text begins: after the memory tokens of the model, at position 0.
 
         It is computed anew, since it changes with the weights; gradients of what is read from it reach them.
         """
         assert self.memory_tokens is not None
         # Every rank reads all of them: they come before the first piece of a text that is cut over ranks.
-        with with_context(None):
+        with whole_sequences():
             return self._after_memory_tokens(self.memory_tokens[None], rows)
 
     def _after_memory_tokens(self, x: Tensor, rows: int) -> RecurrentState:
@@ -119,21 +122,23 @@ class RecurrentModel(RecurrentPreTrainedModel):
         """
         batch, length = x.shape[:2]
         if state is None and self.memory_tokens is not None:
-            state = self.memory_state(batch)
+            state = self._memory_state(batch)
+            if not length:
+                return x, state, [], []
         context = self._token_context(state, mask, ids) if context is None else context
         dtype = x.dtype
         position = x.new_zeros(batch, dtype=torch.long) if state is None else state.position
-        stream, counts = self.stream_of(x), count_tokens(length, mask)
+        stream, counts = self.stream_of(x), count_tokens(position, length, mask)
         new_layers, (x, update), hidden, losses = self._through_layers(
-            stream, dtype, state, mask, position + counts.before, context, keep_hidden
+            stream, dtype, state, mask, counts.position, context, keep_hidden
         )
-        _, x = self.norm.of_stream(x, update, dtype)
+        _, x = self.norm(x, dtype, update=update, of_stream=True)
         if keep_hidden:
             hidden.append(x)
         x, new_layers = states_of_last(x, new_layers, self.config)
         columns = counts.columns + (0 if state is None else state.length)
         kept = None if context is None else context.ids
-        return x, RecurrentState(tuple(new_layers), position + counts.total, columns, kept), hidden, losses
+        return x, RecurrentState(tuple(new_layers), counts.after, columns, kept), hidden, losses
 
     def _through_layers(
         self,
@@ -203,11 +208,12 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
 
     model: RecurrentModel
     lm_head: nn.Linear
+    text_reader: ClassVar[TextReader | None] = None
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__(config)
         self.model = RecurrentModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.logit_scale = LogitScale(config.logits_multiplier, config.logits_soft_cap)
         self.decoding, self.captured_steps = DecodingOptions(), CapturedSteps()
         # By it transformers' Trainer knows that the first token of a row has no loss, when it counts labels.
@@ -254,6 +260,13 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
     ) -> RecurrentOutput | tuple[Any, ...]:
         """Read tokens from a state; nothing that was passed in is changed.
 
+        Inside `context_parallel` every rank gives its piece of the sequences: the columns of `input_ids`, `labels`,
+        `attention_mask` and `position_ids`, as many as each other rank. `past_key_values` is the state before the
+        first piece, `cu_seqlens` are the boundaries in whole sequences; both are the same on all ranks. Logits are
+        those of the piece. The loss is that of whole sequences and the returned state the one after the last piece,
+        on every rank. Backward passes give each rank a part of the gradient: parameters' gradients, ADDED UP over the
+        ranks of the group (not averaged), are those of one process. `num_items_in_batch` counts labels of whole rows.
+
         Args:
             input_ids: int64 ``[B, T]`` (or `inputs_embeds` ``[B, T, d]``).
             attention_mask: 0/1 ``[B, T]`` or longer (the last T columns count); 0 = padding, skipped as if not there.
@@ -289,19 +302,14 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
                 "past_key_values must be a RecurrentState, as a forward pass returns it; got "
                 f"{type(past_key_values).__name__}"
             )
-        x = embedded(cast(Tensor, input_ids), self.model.embeddings) if inputs_embeds is None else inputs_embeds
-        rows, columns = x.shape[:2]
-        mask = None
-        if attention_mask is not None:
-            # A narrower one would be broadcast: a whole row, or none, would count as padding.
-            if attention_mask.ndim != 2 or attention_mask.shape[0] != rows or attention_mask.shape[1] < columns:
-                raise ValueError(
-                    f"attention_mask must be [{rows}, {columns}] or longer; got {list(attention_mask.shape)}"
-                )
-            mask = attention_mask[:, -columns:].bool()
-            mask = None if bool(mask.all()) else mask
-        arguments = {"labels": labels, "past_key_values": past_key_values, "cu_seqlens": cu_seqlens}
-        mask = agreed_mask(x, mask, arguments | {"attention_mask": attention_mask})
+        if inputs_embeds is None:
+            check_form(cast(Tensor, input_ids))
+        source = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
+        rows, columns = source.shape[:2]
+        mask = None if attention_mask is None else padding_mask(attention_mask, rows, columns)
+        given = {"labels": labels, "past_key_values": past_key_values, "attention_mask": attention_mask}
+        packed = {name: kwargs.get(name) for name in PACKED} | {"cu_seqlens": cu_seqlens, "position_ids": position_ids}
+        mask = agreed_mask(source, mask, given | packed, self.model.layers)
         if cu_seqlens is None:
             cu_seqlens = find_all_documents(rows, columns, mask, position_ids, kwargs)
         elif rows != 1 or mask is not None:
@@ -312,16 +320,11 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
             labels, items = predicted_labels(labels, mask, items)
         documents = None
         if cu_seqlens is not None:
-            documents = find_fragments(cu_seqlens, rows, columns)
-            x, mask = documents.apart(x), documents.mask
-            input_ids = None if input_ids is None else documents.apart(input_ids)
-        hidden, state, streams, losses = self.model(x, past_key_values, mask, bool(output_hidden_states), input_ids)
-        if documents is not None:
-            hidden, *streams = (documents.together(x, rows) for x in (hidden, *streams))
-            before = 0 if past_key_values is None else past_key_values.length
-            state = replace(state, length=before + documents.longest)
+            documents = find_fragments(cu_seqlens, rows, columns, has_every_document(self.config))
+        text = Text(input_ids, inputs_embeds, mask, past_key_values, documents)
+        wanted = Wanted(labels, items, logits_to_keep, loss_only, bool(output_hidden_states))
         try:
-            logits, loss = self._logits_and_loss(hidden, labels, logits_to_keep, loss_only, items)
+            (logits, loss, state, streams), losses = self._read(text, wanted)
         except IndexError:
             if labels is not None:
                 check_range(labels[labels != -100], self.model.embeddings)
@@ -338,26 +341,48 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         )
         return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()
 
-    def _logits_and_loss(
-        self, hidden: Tensor, labels: Tensor | None, logits_to_keep: int | Tensor, loss_only: bool, items: Items
-    ) -> tuple[Tensor | None, Tensor | None]:
-        if loss_only and labels is None:
-            raise ValueError("loss_only needs labels")
-        scale = self.logit_scale
-        if loss_only and labels is not None and is_plain(self.lm_head) and scale.soft_cap is None:
-            states = hidden if scale.multiplier == 1.0 else hidden * scale.multiplier
-            return None, next_token_loss_of_hidden(states, self.lm_head.weight, labels, items)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = scale(
-            self.lm_head(hidden[:, kept] if not isinstance(logits_to_keep, int) or logits_to_keep else hidden)
-        )
-        loss = None if labels is None else next_token_loss(logits, labels, items)
-        return (None if loss_only else logits), loss
+    def _read(self, text: Text, wanted: Wanted) -> tuple[Read, list[Tensor]]:
+        """What is wanted of a text, and the layers' own losses."""
+        reader = self.text_reader
+        if reader is not None and not torch.compiler.is_compiling() and reader.may_cut(text.source):
+            found = reader.read(self, text, wanted)
+            if found is not None:
+                return found, []
+        ids, documents, keep_hidden = text.ids, text.documents, wanted.hidden_states
+        x = embedded(cast(Tensor, ids), self.model.embeddings) if text.embeddings is None else text.embeddings
+        if documents is None:
+            hidden, state, streams, losses = self.model(x, text.state, text.mask, keep_hidden, ids)
+        else:
+            hidden, state, streams, losses = self._read_documents(x, text.state, documents, keep_hidden, ids)
+        return Read(*logits_and_loss(self.lm_head, self.logit_scale, hidden, wanted), state, streams), losses
+
+    def _read_documents(
+        self, x: Tensor, state: RecurrentState | None, documents: Fragments, keep_hidden: bool, ids: Tensor | None
+    ) -> tuple[Tensor, RecurrentState, list[Tensor], list[Tensor]]:
+        """As `RecurrentModel.forward`, for documents side by side, each from a row of the state."""
+        rows = x.shape[0]
+        ids = None if ids is None else documents.apart(ids)
+        read = (documents.mask, keep_hidden, ids)
+        if documents.pieces is None:
+            hidden, after, streams, losses = self.model(documents.apart(x), state, *read)
+        else:
+            begin = None if state is None else state.select_rows(documents.pieces.rows)
+            with with_row_pieces(documents.pieces):
+                hidden, after, streams, losses = self.model(documents.apart(x), begin, *read)
+                hidden, after = states_of_documents(hidden, after)
+        hidden, *streams = (documents.together(y, rows) for y in (hidden, *streams))
+        after = replace(after, length=documents.longest + (0 if state is None else state.length))
+        return hidden, after, streams, losses
 
     def zero_state(self, batch_size: int) -> RecurrentState:
         """The state before the first token: zeros, or what the model's memory tokens leave, on the model's device."""
         if self.model.memory_tokens is not None:
-            return self.model.memory_state(batch_size)
+            # A forward pass over no tokens: weights are there only in one.
+            nothing = torch.zeros((batch_size, 0, self.config.hidden_size), device=self.device, dtype=self.dtype)
+            start: RecurrentState = self(
+                inputs_embeds=nothing, return_dict=True, output_attentions=False
+            ).past_key_values
+            return start
         return zero_state(self.config, batch_size, self.device, self.dtype)
 
     def state_size(self) -> int:

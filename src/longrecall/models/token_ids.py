@@ -67,3 +67,16 @@ def check_prompt(inputs: Tensor, embeddings: nn.Module) -> None:
         )
     if inputs.ndim == 2 and inputs.device.type != "cpu":
         check_range(inputs, embeddings)
+
+
+def padding_mask(attention_mask: Tensor, rows: int, columns: int) -> Tensor | None:
+    """The last columns of a 0/1 mask ``[B, T]`` or longer as bool, False = padding; None = there is none.
+
+    Raises:
+        ValueError: a mask of another shape.
+    """
+    # A narrower one would be broadcast: a whole row, or none, would count as padding.
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != rows or attention_mask.shape[1] < columns:
+        raise ValueError(f"attention_mask must be [{rows}, {columns}] or longer; got {list(attention_mask.shape)}")
+    mask = attention_mask[:, -columns:].bool()
+    return None if bool(mask.all()) else mask

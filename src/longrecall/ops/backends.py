@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from longrecall.errors import UserError, did_you_mean
 from longrecall.installing import install_command
 from longrecall.ops import execution, hopper_kernels, peers
 from longrecall.ops.execution import backend_from_environment, choices_noted, interpreting_triton
+from longrecall.ops.readable import WHOLE, check_no_shards, check_numbers
 
 Inputs = Mapping[str, Tensor | None]
 """The tensors of a call by name, in the dtypes that the caller gave; the first one is not None."""
@@ -53,16 +54,29 @@ _INSTALLED = importlib.util.find_spec("triton") is not None
 _NOT_INSTALLED = f"Triton is not installed; {install_command('triton')}"
 
 
-def kernel(module: str, function: str, on: str | None = None) -> Callable[..., Any]:
+Presumed = Iterable[tuple[str, Tensor | None, int]]
+"""Weights that a kernel reads: the name, the tensor, and how many numbers the kernel presumes that it has."""
+
+
+def kernel(
+    module: str, function: str, on: str | None = None, presumes: Callable[..., Presumed] | None = None
+) -> Callable[..., Any]:
     """A function of a module of kernels under `longrecall.ops`, imported when it is first called.
 
     torch.compile does not trace it. `on` is for functions that launch on the current device: it names the argument
-    whose device becomes the current one for the call.
+    whose device becomes the current one for the call. `presumes`: of the arguments of a call, which are then checked.
     """
     path = f"longrecall.ops.{module}"
 
+    imported: list[Any] = []
+
     def call(*args: Any, **inputs: Any) -> Any:
-        found = getattr(importlib.import_module(path), function)
+        # To ask the import system for what is there takes as long as all the checks of a launch.
+        if not imported:
+            imported.append(importlib.import_module(path))
+        found = getattr(imported[0], function)
+        if presumes is not None:
+            check_numbers(function, *presumes(*args, **inputs))
         if on is None:
             return found(*args, **inputs)
         x = inputs[on]
@@ -183,6 +197,8 @@ class Op:
 
     def _choose(self, inputs: Inputs, backend: str | None, options: dict[str, Any]) -> tuple[str, str | None]:
         """The backend of a call, and why it is not the kernels; None = it is."""
+        if not torch.compiler.is_compiling() and not WHOLE.issuperset(map(type, inputs.values())):
+            check_no_shards(self.name, inputs)
         if backend is not None:
             return self._named(backend, inputs, options, asked=True)
         if self.compiler_fuses and torch.compiler.is_compiling():

@@ -19,7 +19,7 @@ def state_before(state: Tensor, *read: Tensor | None) -> Tensor:
     """
     if execution.context() is None:
         return state
-    from longrecall.context.exchange import received
+    from longrecall.ops.context.exchange import received
 
     return received(state, *read)
 
@@ -28,7 +28,7 @@ def state_after(out: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
     """Hand the state after this rank's piece on to the next rank; returns `out` and `final`, to be used instead."""
     if execution.context() is None:
         return out, final
-    from longrecall.context.exchange import hand_on
+    from longrecall.ops.context.exchange import hand_on
 
     return hand_on(out, final)
 
@@ -37,7 +37,7 @@ def inputs_of_previous(last: Tensor, start: Tensor) -> Tensor:
     """The last inputs of a convolution on the rank before, where `last` are this rank's; `start` on the first rank."""
     if execution.context() is None:
         return start
-    from longrecall.context.exchange import from_previous
+    from longrecall.ops.context.exchange import from_previous
 
     return from_previous(last, start)
 
@@ -46,7 +46,7 @@ def sum_of_pieces(x: Tensor) -> Tensor:
     """The sum of the ranks' tensors, for a term of the loss that all ranks compute alike; x for whole sequences."""
     if execution.context() is None:
         return x
-    from longrecall.context.exchange import summed
+    from longrecall.ops.context.exchange import summed
 
     return summed(x)
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from longrecall.errors import UserError
 
 if TYPE_CHECKING:
-    from longrecall.context.group import ContextGroup, RowPieces
+    from longrecall.ops.context.group import ContextGroup, RowPieces
 
 BACKEND, GLUON, EARLY = "LONGRECALL_BACKEND", "LONGRECALL_GLUON", "LONGRECALL_EARLY"
 
@@ -84,6 +84,8 @@ class Execution:
     """No length may depend on values of tensors: they cannot be read back while a CUDA graph is recorded."""
     columns_in_order: bool = False
     """Columns of caches hold the tokens of a row one after the other, the same in all rows, with padding behind."""
+    whole_texts: bool = False
+    """No text is cut into segments, however long it is."""
     choices: list[Any] | None = None
     """The list to which every choice of a backend is added, while plain torch runs instead; None = no list."""
     context: ContextGroup | None = None
@@ -135,6 +137,11 @@ def padding_at_the_end(mask: Tensor) -> contextlib.AbstractContextManager[None]:
 def unread_states() -> contextlib.AbstractContextManager[None]:
     """Inside, the new states are not used: a mixer may leave out those that take extra time to compute."""
     return _with(unread_states=True)
+
+
+def states_are_wanted() -> contextlib.AbstractContextManager[None]:
+    """Inside, the new states are used, whatever was promised around it."""
+    return _with(unread_states=False)
 
 
 def states_are_unread() -> bool:
@@ -200,6 +207,16 @@ def columns_in_order() -> contextlib.AbstractContextManager[None]:
 def columns_are_in_order() -> bool:
     """Whether `columns_in_order` holds here; never under torch.compile."""
     return current().columns_in_order
+
+
+def whole_texts() -> contextlib.AbstractContextManager[None]:
+    """Inside, a forward pass without gradients reads any text in one pass, with the memory which that takes."""
+    return _with(whole_texts=True)
+
+
+def texts_are_whole() -> bool:
+    """Whether `whole_texts` holds now."""
+    return current().whole_texts
 
 
 def fixed_shapes() -> contextlib.AbstractContextManager[None]:

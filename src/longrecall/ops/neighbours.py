@@ -83,12 +83,19 @@ def inputs_so_far(x: Tensor, given: Tensor | None, mask: Tensor | None) -> Input
 
 
 def all_pieces(x: Tensor) -> Tensor:
-    """What all ranks passed in, of one shape: ``[...]`` -> ``[world, ...]``; ``[1, ...]`` without a context group."""
+    """What all ranks passed in, of one shape: ``[...]`` -> ``[world, ...]``; ``[1, ...]`` without a context group.
+
+    Where ranks hold rows of different documents (`context.row_pieces`), every rank gets its own rows of all ranks.
+    """
     if execution.context() is None:
         return x[None]
-    from longrecall.context.exchange import all_gather
+    from longrecall.ops.context.exchange import all_gather
 
-    return all_gather(x)
+    pieces = execution.row_pieces()
+    if pieces is None:
+        return all_gather(x)
+    every = x.new_zeros((pieces.documents, *x.shape[1:])).index_copy(0, pieces.rows, x)
+    return all_gather(every)[:, pieces.rows]
 
 
 def all_columns(x: Tensor) -> Tensor:

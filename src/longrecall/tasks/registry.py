@@ -14,6 +14,7 @@ from longrecall.tasks.declaration import Declaration, Ints, ReportPart, Training
 from longrecall.tasks.encoding import Cell, ChoiceSample, PieceEncoder, QuestionSample, Sample
 from longrecall.tasks.in_context import InContext, MetaICL
 from longrecall.tasks.needles import TASKS as NEEDLES
+from longrecall.tasks.needles import NeedleSource
 from longrecall.tasks.passkey import Passkey, SpokenPasskey
 from longrecall.tasks.phonebook import Phonebook
 from longrecall.tasks.question_answering import QuestionAnswering
@@ -169,10 +170,15 @@ def register(task: type[Any]) -> None:
         if taken and theirs.flags != declared.flags:
             raise ValueError(f"task {name!r} declares {', '.join(sorted(taken))}, which {other.name!r} has already")
     if declared.source is not None:
-        if declared.source.kind in TRAINING_SOURCES:
-            raise ValueError(f"training source {declared.source.kind!r} is registered twice")
-        TRAINING_SOURCES[declared.source.kind] = declared.source
+        register_source(declared.source)
     _TASKS[name] = task
+
+
+def register_source(source: type[TrainingSource]) -> None:
+    """Make a training source known under its kind, also one that several tasks share; ValueError for a taken kind."""
+    if source.kind in TRAINING_SOURCES:
+        raise ValueError(f"training source {source.kind!r} is registered twice")
+    TRAINING_SOURCES[source.kind] = source
 
 
 def declaration_of(task: Any) -> Declaration:
@@ -192,6 +198,7 @@ register(QuestionAnswering)
 register(SpokenPasskey)
 for _needles in NEEDLES:
     register(_needles)
+register_source(NeedleSource)
 
 
 def task_names() -> tuple[str, ...]:

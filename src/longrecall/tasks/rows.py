@@ -43,7 +43,7 @@ def read_jsonl(path: str | Path, parse: Parse[_R], skip_broken: bool = False) ->
     # Bytes, split at line feeds alone: one line that is not UTF-8 leaves the others whole.
     lines = enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1)
     found = ((f"line {number}", line) for number, line in lines if line.strip())
-    return _collect(str(path), found, lambda line: parse(_object(line)), skip_broken)
+    return collect_rows(str(path), found, lambda line: parse(parse_object(line)), skip_broken)
 
 
 def read_hub(
@@ -80,7 +80,7 @@ def read_hub(
             except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
                 yield place, _raising(f"it has not the expected fields ({type(error).__name__}: {error})")
 
-    return _collect(f"{name} ({split})", converted(), lambda make: parse(make()), skip_broken)
+    return collect_rows(f"{name} ({split})", converted(), lambda make: parse(make()), skip_broken)
 
 
 def _raising(reason: str) -> Callable[[], Mapping[str, Any]]:
@@ -90,7 +90,8 @@ def _raising(reason: str) -> Callable[[], Mapping[str, Any]]:
     return fail
 
 
-def _object(line: bytes) -> Mapping[str, Any]:
+def parse_object(line: bytes) -> Mapping[str, Any]:
+    """Return the JSON object of a line; `ValueError` with the reason when it is none."""
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -104,7 +105,10 @@ def _object(line: bytes) -> Mapping[str, Any]:
     return value
 
 
-def _collect(source: str, found: Iterable[tuple[str, Any]], parse: Callable[[Any], _R], skip_broken: bool) -> Rows[_R]:
+def collect_rows(
+    source: str, found: Iterable[tuple[str, Any]], parse: Callable[[Any], _R], skip_broken: bool
+) -> Rows[_R]:
+    """Return the good rows of `found`, pairs (place, what `parse` makes a row of); raises as `read_jsonl`."""
     rows: list[_R] = []
     broken: list[str] = []
     digest = hashlib.sha256()

@@ -6,7 +6,8 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,15 @@ class Stopwatch:
         rate = self._tokens / max(1e-9, now - self._last)
         self._last, self._tokens = now, 0
         return rate
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time inside the block out of the rate."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._last += time.perf_counter() - begun
 
     def seconds(self) -> float:
         """Return the seconds since the start."""

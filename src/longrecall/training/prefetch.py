@@ -7,21 +7,28 @@ import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from longrecall.errors import UserError
 
-if TYPE_CHECKING:
-    from longrecall.training.data import BatchStream, Row
-
 AHEAD = 8
 """Batches that every worker may be ahead of the one that is trained on: as many as a row has lanes."""
 _MOST_BY_DEFAULT = 4
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
+
+
+class Rows(Protocol):
+    """A stream of batches that can be read by rows (`training.data.BatchStream`)."""
+
+    def rows_of_worker(self, batch: int, worker: int, workers: int) -> list[int]:
+        """Return the rows of a batch that one of several workers reads."""
+
+    def read_rows(self, batch: int, rows: Sequence[int]) -> list[Any]:
+        """Return these rows of a batch."""
 
 
 def default_workers() -> int:
@@ -39,10 +46,10 @@ def usable_cores() -> int:
 class _Parts(IterableDataset[Any]):
     """In worker w of n: its part of every batch, from a batch on. An error of the user's is given as its line."""
 
-    def __init__(self, stream: BatchStream, batch: int) -> None:
+    def __init__(self, stream: Rows, batch: int) -> None:
         self._stream, self._batch = stream, batch
 
-    def __iter__(self) -> Iterator[list[Row] | str]:
+    def __iter__(self) -> Iterator[list[Any] | str]:
         info = get_worker_info()
         if info is None:
             raise RuntimeError("this runs in a worker")
@@ -58,7 +65,7 @@ class _Parts(IterableDataset[Any]):
             batch += 1
 
 
-def read_beside(stream: BatchStream, batch: int, workers: int) -> Iterator[list[Row]]:
+def read_beside(stream: Rows, batch: int, workers: int) -> Iterator[list[Any]]:
     """Give the rows of batch number `batch` of a stream, of the next one, and so on, read by `workers` processes.
 
     Each worker reads the lanes that are its own, for every batch, so the order does not depend on their number.
@@ -71,7 +78,7 @@ def read_beside(stream: BatchStream, batch: int, workers: int) -> Iterator[list[
         warnings.simplefilter("ignore")
         parts = iter(_loader(stream, batch, workers))
     while True:
-        rows: list[Row] = []
+        rows: list[Any] = []
         for _ in range(workers):
             try:
                 part = next(parts)
@@ -88,7 +95,7 @@ def read_beside(stream: BatchStream, batch: int, workers: int) -> Iterator[list[
         yield rows
 
 
-def _loader(stream: BatchStream, batch: int, workers: int) -> DataLoader[Any]:
+def _loader(stream: Rows, batch: int, workers: int) -> DataLoader[Any]:
     return DataLoader(
         _Parts(stream, batch),
         batch_size=None,

@@ -11,8 +11,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from longrecall.errors import UserError
+from longrecall.training.recipe_evaluation import EvaluationRecipe
 from longrecall.training.recipe_sources import SOURCES, AnySource
-from longrecall.training.recipe_states import INITIAL_STATES, AnyInitialState, TruncatedBpttRecipe, ZeroState
+from longrecall.training.recipe_states import (
+    INITIAL_STATES,
+    AnyInitialState,
+    LearnedRecipe,
+    TruncatedBpttRecipe,
+    ZeroState,
+)
 from longrecall.training.strict_yaml import Tagged, apply_override, build, read_yaml
 from longrecall.units import parse_length
 from longrecall.value_rules import one_of, positive, share
@@ -67,6 +74,25 @@ class DataRecipe:
 
 
 @dataclass(frozen=True)
+class RateRecipe:
+    """Peak learning rate and weight decay of the parameters that a pattern names."""
+
+    match: str
+    """Pattern of parameter names, with * for anything: layers.3.*, *.k_proj.weight."""
+    learning_rate: str | float | None = None
+    """Peak: a multiple of optimizer.learning_rate like 10x, or a rate like 0.01; none = as without the pattern."""
+    weight_decay: float | None = None
+    """Of all that the pattern matches, norms and biases too; none = as without the pattern."""
+
+    def __post_init__(self) -> None:
+        _check_patterns("match", (self.match,))
+        if self.learning_rate is None and self.weight_decay is None:
+            raise UserError("give learning_rate or weight_decay: what the pattern changes")
+        if self.weight_decay is not None and not 0.0 <= self.weight_decay < math.inf:
+            raise UserError(f"weight_decay must be 0 or more, got {self.weight_decay}")
+
+
+@dataclass(frozen=True)
 class OptimizerRecipe:
     """AdamW and its learning-rate schedule."""
 
@@ -90,6 +116,12 @@ class OptimizerRecipe:
     """The peak is kept until this share of the steps; linear with hold 0.8 is warm-up, stable, decay."""
     minimum: float = 0.0
     """What the schedule ends at, as a share of the peak."""
+    rates: tuple[RateRecipe, ...] = ()
+    """Peaks of their own by pattern; the first that matches a parameter holds, before `touched`."""
+    train: tuple[str, ...] = ()
+    """Patterns of the parameters that are trained; none = all."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of parameters that stay as they are, also where `train` names them."""
 
     def __post_init__(self) -> None:
         positive(self, "learning_rate", "epsilon")
@@ -100,17 +132,32 @@ class OptimizerRecipe:
         for name in ("weight_decay", "clip", "warmup"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise UserError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        if not self.touched_rate > 0 or not math.isfinite(self.touched_rate):
-            raise UserError(f"touched must be above 0, got {self.touched}")
+        self._peak("touched", self.touched)
+        for index, rule in enumerate(self.rates):
+            if rule.learning_rate is not None:
+                self._peak(f"rates.{index}.learning_rate", rule.learning_rate)
+        _check_patterns("train", self.train)
+        _check_patterns("freeze", self.freeze)
 
     @property
     def touched_rate(self) -> float:
         """Peak learning rate of what surgery touched."""
-        text = str(self.touched).strip()
+        return self._peak("touched", self.touched)
+
+    def rate_of(self, rule: RateRecipe) -> float | None:
+        """Return the peak learning rate that a rule of `rates` gives; None where it gives none."""
+        return None if rule.learning_rate is None else self._peak("learning_rate", rule.learning_rate)
+
+    def _peak(self, name: str, given: str | float) -> float:
+        """Return a peak that is a multiple of `learning_rate` or a rate; UserError with the key's `name`."""
+        text = str(given).strip()
         try:
-            return self.learning_rate * float(text[:-1]) if text.lower().endswith("x") else float(text)
+            peak = self.learning_rate * float(text[:-1]) if text.lower().endswith("x") else float(text)
         except ValueError:
-            raise UserError(f'touched "{text}" is neither a multiple like 10x nor a learning rate like 0.01') from None
+            raise UserError(f'{name} "{text}" is neither a multiple like 10x nor a learning rate like 0.01') from None
+        if not peak > 0 or not math.isfinite(peak):
+            raise UserError(f"{name} must be above 0, got {given}")
+        return peak
 
 
 @dataclass(frozen=True)
@@ -206,6 +253,7 @@ class Recipe:
     optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
     initial_state: Annotated[AnyInitialState, Tagged(INITIAL_STATES)] = field(default_factory=ZeroState)
     handover: HandoverRecipe = field(default_factory=HandoverRecipe)
+    evaluation: EvaluationRecipe | None = None
     parallel: ParallelRecipe = field(default_factory=ParallelRecipe)
 
     def __post_init__(self) -> None:
@@ -215,6 +263,11 @@ class Recipe:
             )
         if self.model.dtype == "bfloat16" and self.run.precision == "fp16":
             raise UserError("model.dtype bfloat16 and run.precision fp16 do not go together; use bf16 or float32")
+        if self.evaluation is not None and self.evaluation.tasks and isinstance(self.initial_state, LearnedRecipe):
+            raise UserError(
+                "evaluation.tasks start from the zero state, which initial_state.kind=learned does not train; use "
+                "evaluation.held_out"
+            )
         if self.run.compile and (self.data.reset_documents or self.continues):
             raise UserError(
                 "run.compile makes code for one shape of a batch, and documents that are kept apart (reset_documents, "
@@ -269,6 +322,11 @@ class Recipe:
     def steps(self, processes: int = 1) -> int:
         """Optimizer steps of the whole run."""
         return self.run.steps or math.ceil((self.run.tokens or 0) / self.tokens_per_step(processes))
+
+
+def _check_patterns(name: str, patterns: Sequence[str]) -> None:
+    if not all(pattern.strip() for pattern in patterns):
+        raise UserError(f'{name} has an empty pattern; name parameters, with * for anything, like "layers.3.*"')
 
 
 def _settle_length(run: Any, overridden: set[str]) -> None:

@@ -39,8 +39,11 @@ from longrecall.training.checkpoints import (
     write_model,
 )
 from longrecall.training.data import BatchStream
+from longrecall.training.evaluation import described, ended, parted_log, prepare_evaluation, resumed
+from longrecall.training.evaluation_steps import BEST_FOLDER, clear_best
 from longrecall.training.initial_states import Learned, make_initial_state, sum_of
 from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch, write_result
+from longrecall.training.optimizer import freeze_parameters
 from longrecall.training.parallel.agreement import check_same_run, check_shared_folder
 from longrecall.training.parallel.launcher import apart_from_launcher, check_devices, launched, on_cpu, world_size
 from longrecall.training.parallel.place import Place, make_place, naming_the_dead
@@ -56,7 +59,7 @@ LEARNED_STATE_FILE = "initial_state.safetensors"
 TENSORBOARD_FOLDER = "tensorboard"
 _MARKS = (STEPS_FOLDER, FINAL_FOLDER, LOG_FILE, RESULT_FILE)
 """A folder with any of these holds a run."""
-_OF_A_RUN = (*_MARKS, LEARNED_STATE_FILE, TENSORBOARD_FOLDER)
+_OF_A_RUN = (*_MARKS, BEST_FOLDER, LEARNED_STATE_FILE, TENSORBOARD_FOLDER)
 _ELSEWHERE = "choose another run.output"
 _PATIENCE = 5.0
 """Seconds that a failed process of several waits for the checkpoint that is being written."""
@@ -88,7 +91,8 @@ def run_recipe(
             recipe = launched(recipe, world_size(), said)
             source, tokenizer = _source(recipe, output)
             stream = BatchStream(recipe.data, tokenizer, recipe.run.batch_size, continued=recipe.continues)
-            return plan(recipe, source, 1, stream, output / FINAL_FOLDER, dry_run=True)
+            summary = plan(recipe, source, 1, stream, output / FINAL_FOLDER, dry_run=True)
+            return described(summary, prepare_evaluation(recipe, tokenizer))
         if torch.cuda.is_available() and not on_cpu():
             check_devices(torch.cuda.device_count())
         arguments = _arguments(recipe, output)
@@ -114,11 +118,13 @@ def run_recipe(
                 )
                 arguments.max_steps = recipe.steps(place.data_world)
                 summary = plan(recipe, source, place.data_world, stream, output / FINAL_FOLDER, dry_run=False)
+                evaluation = prepare_evaluation(recipe, tokenizer)
             with place.together():
                 job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
+            job.evaluation = resumed(evaluation, saved.state if saved is not None else {})
             clock = Stopwatch()
             with naming_the_dead(place):
-                if saved is None or saved.step < job.steps:
+                if saved is None or not ended(saved.state, saved.step, job.steps):
                     _train(job, arguments)
                 else:
                     with place.together():
@@ -224,11 +230,12 @@ def _prepare_output(output: Path, resume: bool, force: bool, source: Path) -> No
             f"or {_ELSEWHERE}"
         )
     place, folder = output.resolve(), source.resolve()
-    if ours and force and any(place / name in (folder, *folder.parents) for name in ours):
+    if ours and force and any(place / name in (folder, *folder.parents) for name in (*ours, BEST_FOLDER)):
         raise UserError(f"run.output {output} holds the checkpoint that is trained, which --force would remove")
     try:
         clear_partial(output)
         clear_remains(output / FINAL_FOLDER)
+        clear_best(output)
         for name in _OF_A_RUN:
             remove_temporary(output / name)
     except OSError as error:
@@ -266,7 +273,7 @@ def _job(
         enable()
     first_row = place.data_rank * recipe.run.batch_size
     initial = make_initial_state(recipe.initial_state, model, recipe.run.seed, first_row, sum_of(place.world))
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names = freeze_parameters(model, recipe.optimizer)
     groups = recipe_groups(recipe, source, names)
     if force and place.first:
         _remove_run(output)  # here at last: all that can be wrong with the new run has been checked
@@ -331,11 +338,11 @@ def _tensorboard(output: Path) -> list[TrainerCallback]:
 
 def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSummary:
     """Write the final checkpoint and training.json; return the completed summary."""
-    rows = job.log.rows
+    rows = [row for row in job.log.rows if "loss" in row]
     job.set_handover(job.steps)
     learned = job.initial if isinstance(job.initial, Learned) else None
     done = replace(
-        summary,
+        described(summary, job.evaluation),
         resumed_from=job.saved.step if job.saved is not None else 0,
         first_loss=rows[0]["loss"] if rows else None,
         last_loss=rows[-1]["loss"] if rows else None,
@@ -352,7 +359,7 @@ def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSumma
 
 def _write_results(job: Job, learned: Learned | None, summary: TrainingSummary) -> None:
     """Write what a run leaves beside its steps: the final checkpoint, a learned state, training.json."""
-    final, rows = job.output / FINAL_FOLDER, job.log.rows
+    final = job.output / FINAL_FOLDER
     streamed = job.processes.sharded or bool(handover_layers(job.model.config))
     with disk_errors("the final checkpoint", job.watch.last_good):
         if streamed:
@@ -375,7 +382,7 @@ def _write_results(job: Job, learned: Learned | None, summary: TrainingSummary) 
         },
         "source": {"path": str(job.source.path), "sha256": job.source.sha256()},
         "recipe": job.recipe.to_dict(),
-        "log": rows,
+        **parted_log(job.log.rows, job.evaluation),
         "summary": summary.to_dict(),
     }
     write_result(job.output / RESULT_FILE, body)

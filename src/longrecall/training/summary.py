@@ -10,7 +10,7 @@ from typing import Any
 from longrecall.models.checkpoint import Checkpoint
 from longrecall.training.data import BatchStream
 from longrecall.training.initial_states import learned_shapes
-from longrecall.training.optimizer import ParameterGroup, parameter_groups, touched_names
+from longrecall.training.optimizer import ParameterGroup, parameter_groups, touched_names, trained_names
 from longrecall.training.recipe import Recipe
 from longrecall.training.recipe_states import LearnedRecipe
 
@@ -41,6 +41,8 @@ class TrainingSummary:
     tokens: int
     processes: int
     groups: tuple[GroupSummary, ...]
+    frozen: GroupSummary | None
+    """What is not trained, with rate and decay 0; None = nothing."""
     batch_shapes: dict[str, tuple[int, ...]]
     labels_in_batch: int
     """Positions of the first batch that have a loss."""
@@ -51,6 +53,12 @@ class TrainingSummary:
     seconds: float = 0.0
     initial_state: str | None = None
     """The file of a learned initial state."""
+    evaluation: str | None = None
+    """What is measured while the model trains, in words."""
+    best: dict[str, Any] | None = None
+    """The best value so far of the metric that the evaluation goes by: `metric`, `value`, `step`."""
+    stopped_early: bool = False
+    """The evaluation has ended the run after `steps`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -65,15 +73,22 @@ class TrainingSummary:
             f"first batch      {shapes}; {self.labels_in_batch:,} labels",
             f"output           {self.checkpoint}",
             *([f"initial state    {self.initial_state}"] if self.initial_state else []),
+            *([f"evaluation       {self.evaluation}"] if self.evaluation else []),
             "",
-            f"{'parameters':<20}{'tensors':>8}{'numbers':>14}{'peak rate':>12}{'decay':>8}",
         ]
+        groups = [*self.groups, *([self.frozen] if self.frozen else [])]
+        width = max(20, 2 + max(len(group.name) for group in groups))
+        lines.append(f"{'parameters':<{width}}{'tensors':>8}{'numbers':>14}{'peak rate':>12}{'decay':>8}")
         lines += [
-            f"{group.name:<20}{group.tensors:>8}{group.parameters:>14,}{group.learning_rate:>12.3g}{group.weight_decay:>8g}"
-            for group in self.groups
+            f"{group.name:<{width}}{group.tensors:>8}{group.parameters:>14,}{group.learning_rate:>12.3g}"
+            f"{group.weight_decay:>8g}"
+            for group in groups
         ]
         if self.last_loss is not None:
             lines += ["", f"loss {self.first_loss:.4f} -> {self.last_loss:.4f} in {self.seconds:.0f} s"]
+        if self.best is not None:
+            end = f"; stopped early after step {self.steps:,}" if self.stopped_early else ""
+            lines.append("best {metric} {value:.4f} at step {step:,}".format(**self.best) + end)
         return "\n".join(lines)
 
 
@@ -83,6 +98,8 @@ def plan(
     """Return what a run would do: it draws the first batch of `stream`, puts it back, and reads no weights."""
     shapes = trained_shapes(recipe, source)
     groups = recipe_groups(recipe, source, list(shapes))
+    every = parameter_shapes(source)
+    still = tuple(name for name in every if name not in shapes)
     before = stream.position()
     batch = stream.next_batch()
     stream.restore(before)
@@ -95,6 +112,7 @@ def plan(
         tokens=steps * recipe.tokens_per_step(processes),
         processes=processes,
         groups=tuple(_group(group, shapes) for group in groups),
+        frozen=_group(ParameterGroup("frozen", still, 0.0, 0.0), every) if still else None,
         batch_shapes={name: tuple(batch[name].shape) for name in ("input_ids", "labels")},
         labels_in_batch=int((batch["labels"][:, 1:] != -100).sum()),
     )
@@ -102,12 +120,16 @@ def plan(
 
 def trained_shapes(recipe: Recipe, source: Checkpoint) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every parameter that the run changes, from the config alone."""
-    shapes = source.config.tensor_shapes()
-    shapes = {name: shape for name, shape in shapes.items() if not name.endswith(BUFFERS)}
-    if not isinstance(recipe.initial_state, LearnedRecipe):
-        return shapes
-    learned = learned_shapes(recipe.initial_state, source.config)
-    return learned if recipe.initial_state.freeze else shapes | learned
+    shapes = parameter_shapes(source)
+    if isinstance(recipe.initial_state, LearnedRecipe):
+        learned = learned_shapes(recipe.initial_state, source.config)
+        shapes = learned if recipe.initial_state.freeze else shapes | learned
+    return {name: shapes[name] for name in trained_names(list(shapes), recipe.optimizer)}
+
+
+def parameter_shapes(source: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of every parameter of the model, from the config alone."""
+    return {name: shape for name, shape in source.config.tensor_shapes().items() if not name.endswith(BUFFERS)}
 
 
 def recipe_groups(recipe: Recipe, source: Checkpoint, names: list[str]) -> tuple[ParameterGroup, ...]:

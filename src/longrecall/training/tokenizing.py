@@ -10,15 +10,13 @@ from longrecall.errors import UserError
 from longrecall.models.checkpoint_tokenizer import read_tokenizer
 from longrecall.models.formats.hub import locate_tokenizer
 from longrecall.training.corpora.base import find_files
-from longrecall.training.corpora.jsonl import SUFFIXES
-from longrecall.training.data import open_files
+from longrecall.training.opening import ENDINGS, open_files, source_files
 from longrecall.training.recipe import Recipe
 from longrecall.training.recipe_sources import FileSource, HubSource, JsonlSource, ParquetSource, TextSource
 from longrecall.training.token_files import TokenSummary, write_token_files
 
 CHUNK_BYTES = 16 << 20
 """Bytes of text of which a process holds about two at once; a plain text longer than this becomes several documents."""
-_ENDINGS: dict[str, tuple[str, ...]] = {"text": (".txt",), "jsonl": SUFFIXES, "parquet": (".parquet",)}
 
 
 def tokenize_inputs(
@@ -65,7 +63,7 @@ def tokenize_inputs(
         more = "; download its hub dataset first" if hub else ""
         raise UserError(f"{inputs[0]} has no source of text, jsonl or parquet files, so there is nothing to do{more}")
     return [
-        _write(_files(source, source.path), source, loaded, str(Path(out) / str(number)), workers, force, show)
+        _write(source_files(source), source, loaded, str(Path(out) / str(number)), workers, force, show)
         for number, source in found
     ]
 
@@ -84,7 +82,7 @@ def _tokenizer(place: str) -> Any:
 
 def _given(inputs: Sequence[str], kind: str | None, field: str) -> tuple[list[Path], FileSource]:
     """Return the files that the words mean, and the source that reads them."""
-    endings = _ENDINGS[kind] if kind else tuple(ending for some in _ENDINGS.values() for ending in some)
+    endings = ENDINGS[kind] if kind else tuple(ending for some in ENDINGS.values() for ending in some)
     files = list(dict.fromkeys(path for word in inputs for path in find_files(word, endings, "INPUT")))
     kinds = {kind} if kind else {_kind_of(path) for path in files}
     if len(kinds) > 1:
@@ -102,14 +100,10 @@ def _given(inputs: Sequence[str], kind: str | None, field: str) -> tuple[list[Pa
 
 
 def _kind_of(path: Path) -> str:
-    found = next((kind for kind, endings in _ENDINGS.items() if path.name.endswith(endings)), None)
+    found = next((kind for kind, endings in ENDINGS.items() if path.name.endswith(endings)), None)
     if found is None:
         raise UserError(f"{path}: what kind of file this is does not show in its name; give --kind")
     return found
-
-
-def _files(source: FileSource, path: str) -> list[Path]:
-    return find_files(path, _ENDINGS[source.kind], "path")
 
 
 def _write(

@@ -28,6 +28,8 @@ from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.training.checkpoints import ProcessState, SavedRun, Saver, restore_optimizer
 from longrecall.training.checkpoints.saved_run import CARRIED, SUMS, random_tensors, restore_random
 from longrecall.training.data import Batch, BatchStream
+from longrecall.training.evaluation import TrainingEvaluation
+from longrecall.training.evaluation_steps import evaluate_after
 from longrecall.training.initial_states import InitialState
 from longrecall.training.logs import Bar, RunLog, Stopwatch
 from longrecall.training.optimizer import ParameterGroup, make_optimizer
@@ -60,6 +62,7 @@ class Job:
     processes: Place
     saved: SavedRun | None = None
     """Where to continue."""
+    evaluation: TrainingEvaluation | None = None
     show_progress: bool = True
     watch: FiniteWatch = field(default_factory=FiniteWatch)
 
@@ -258,6 +261,8 @@ class RunCallback(TrainerCallback):
         enabled = job.show_progress and job.processes.first
         self._bar = Bar(job.steps, state.global_step, job.tokens_per_step, enabled)
         self._clock = Stopwatch()
+        if state.global_step == 0:
+            evaluate_after(job, trainer, self._clock, 0, False, job.set_handover(0))
 
     def _restore(self, saved: SavedRun) -> None:
         job, trainer = self._job, self.trainer
@@ -293,6 +298,10 @@ class RunCallback(TrainerCallback):
         progress = job.set_handover(step)
         last = step >= job.steps
         if step % job.recipe.run.log_every == 0 or last:
+            self._log(step, progress)
+        if evaluate_after(job, self.trainer, self._clock, step, last, progress):
+            last = control.should_training_stop = True
+        if last and self._logged_step != step:
             self._log(step, progress)
         if last or (job.recipe.run.save_every and step % job.recipe.run.save_every == 0):
             self._save(step)
@@ -350,6 +359,7 @@ class RunCallback(TrainerCallback):
             "recipe": job.recipe.to_dict(),
             "scheduler": trainer.active_scheduler.state_dict(),
             "scaler": scaler.state_dict() if scaler is not None else {},
+            "evaluation": None if job.evaluation is None else job.evaluation.state(),
         }
         own = ProcessState(
             {

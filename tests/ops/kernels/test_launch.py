@@ -10,6 +10,7 @@ import torch
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
+from longrecall.errors import UserError  # noqa: E402
 from longrecall.ops.execution import prefetching  # noqa: E402
 from longrecall.ops.kernels import dependent_launch, launch  # noqa: E402
 
@@ -112,6 +113,24 @@ def test_other_kinds_are_looked_up(kernel: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     kernel[(1,)](*usual, BLOCK=64)
     assert len(kernel.made) == len(others) + 5
+
+
+class StandIn(torch.Tensor):
+    """Some package's tensor, of which nobody knows what lies at its address."""
+
+
+def test_what_cannot_be_read_is_refused_before_and_after_others_were_launched(kernel: Any) -> None:
+    x, freed = torch.zeros(64), torch.zeros(64)
+    freed.untyped_storage().resize_(0)
+    for count in range(3):
+        for wrong, said in ((torch.zeros(64).as_subclass(StandIn), "x is a StandIn"), (freed, "x has 64 numbers")):
+            with pytest.raises(UserError, match=f"scaled: {said}"):
+                kernel[(1,)](wrong, x, 64, 0.5, BLOCK=64)
+        assert len(kernel.made) == min(count, 1)
+        kernel[(1,)](x, x, 64, 0.5, BLOCK=64)
+    # Triton's own launch, where ours does not know that of the installed release.
+    with pytest.raises(UserError, match="scaled: out has 64 numbers, but its memory was freed"):
+        launch.FusedKernel(scaled).run(x, freed, 64, 0.5, grid=(1,), warmup=False, BLOCK=64)
 
 
 def test_what_is_remembered_stays_small(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_who_computes_is_chosen_with_a_reason(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_wide_stream_becomes_the_models_dtype() -> None:
     norm = RMSNorm(8).bfloat16()
-    stream, normed = norm.of_stream(torch.randn(3, 8), torch.randn(3, 8).bfloat16(), torch.bfloat16)
+    stream, normed = norm(torch.randn(3, 8), torch.bfloat16, update=torch.randn(3, 8).bfloat16(), of_stream=True)
     assert (stream.dtype, normed.dtype) == (torch.float32, torch.bfloat16)
 
 

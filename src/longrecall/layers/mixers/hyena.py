@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from longrecall.layers.convolution import ShortConvolution
+from longrecall.layers.convolution import GatedConvolution
 from longrecall.layers.descriptions.hyena import HyenaConfig
 from longrecall.layers.implicit_filter import ImplicitFilter
 from longrecall.layers.mixers.base import LayerState
-from longrecall.layers.projections import project_biased, taps_of
+from longrecall.layers.projections import project_biased
 from longrecall.ops import long_convolution
 from longrecall.ops.convolution.long import lags_so_far
-from longrecall.ops.convolution.short import gated_short_convolution
 
 
 class Hyena(nn.Module):
@@ -28,7 +27,7 @@ class Hyena(nn.Module):
         self.config = config
         inner = config.inner_dim
         self.in_proj = nn.Linear(hidden_size, 3 * inner)
-        self.conv = ShortConvolution(3 * inner, config.conv_width, bias=True, activation=None)
+        self.conv = GatedConvolution(inner, config.conv_width)
         self.filter = ImplicitFilter(
             inner,
             max_length=config.max_length,
@@ -50,9 +49,7 @@ class Hyena(nn.Module):
     ) -> tuple[Tensor, LayerState]:
         """x ``[B, T, d]`` -> y ``[B, T, d]`` and the new state (``conv [B, 3I, W-1]``, ``value [B, tokens, I]``)."""
         (channels,) = project_biased(x, self.in_proj)
-        second, value, conv = gated_short_convolution(
-            channels, taps_of(self, "conv"), self.conv.bias, state=None if state is None else state["conv"], mask=mask
-        )
+        second, value, conv = self.conv(channels, None if state is None else state["conv"], mask)
         history = None if state is None else state["value"]
         taps = self.filter(lags_so_far(value, history))
         # D weighs the newest input, as the tap of lag 0 does: no pass over memory of its own.

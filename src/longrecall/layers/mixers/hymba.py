@@ -7,6 +7,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from longrecall.layers.access import visitable
 from longrecall.layers.descriptions.hymba import HymbaConfig
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.nested import read_nested
@@ -36,6 +37,7 @@ class Hymba(nn.Module):
             self.add_module(f"{path}_norm", RMSNorm(width, config.norm_eps))
         self.out_proj = nn.Linear(width, hidden_size, bias=False)
 
+    @visitable
     def forward(
         self,
         x: Tensor,

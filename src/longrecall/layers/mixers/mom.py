@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longrecall.layers.access import may_read
 from longrecall.layers.convolution import ShortConvolution
 from longrecall.layers.descriptions.mom import MoMConfig
 from longrecall.layers.mixers.base import AUXILIARY_LOSS, LayerState
 from longrecall.layers.mixers.delta_net import reset_time_steps
 from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.layers.norm import RMSNorm, l2_normalise, operand_dtype
-from longrecall.layers.projections import is_plain, project_gated, taps_of
+from longrecall.layers.projections import is_plain, project_gated
 from longrecall.ops import gated_delta_rule, gated_linear_attention, short_convolution
 from longrecall.ops.borders import sum_of_pieces
 from longrecall.ops.execution import context, shapes_are_fixed
@@ -25,11 +27,11 @@ OF_A_MEMORY = ("k_proj", "v_proj", "a_proj", "b_proj", "k_conv", "v_conv", "A_lo
 TIED = ("k_conv", "v_conv", "A_log", "dt_bias")
 """Those that memories share in a layer with `tied`; the others are shared in one with `tied_projections`."""
 
-Part = dict[str, Tensor]
+Part = dict[str, Any]
 """One memory's rows of those, under the names of the parameters.
 
 Of a projection that is more than a product with its weight (an adapter, a quantised one) it has the layer's output
-instead, ``[B, T, ...]``, under the name of the layer.
+instead, ``[B, T, ...]``, under the name of the layer; of such a convolution, which rows they are, a slice.
 """
 
 
@@ -178,7 +180,7 @@ class MoM(nn.Module):
         if config.tied:
             if config.conv_width:
                 before = None if state is None else state["q_conv"]
-                q, new_state["q_conv"] = short_convolution(q, taps_of(self, "q_conv"), state=before, mask=mask)
+                q, new_state["q_conv"] = self.get_submodule("q_conv")(q, before, mask)
             else:
                 q = F.silu(q)
             q = self._normed(q.to(wide))
@@ -186,8 +188,8 @@ class MoM(nn.Module):
         for name in ("k", "v"):
             y = _projected(part, f"{name}_proj", x)
             if config.conv_width:
-                key, taps = f"{name}_conv", part[f"{name}_conv.weight"]
-                y, new_state[key] = short_convolution(y, taps, state=None if state is None else state[key], mask=mask)
+                key = f"{name}_conv"
+                y, new_state[key] = self._convolved(part, key, y, None if state is None else state[key], mask)
             else:
                 y = F.silu(y)
             results.append(y.to(wide).unflatten(-1, (config.num_heads, -1)))
@@ -205,7 +207,7 @@ class MoM(nn.Module):
     def _parts(self, x: Tensor) -> list[Part]:
         """What each memory has of its own, to read x ``[B, T, d]``."""
         count = self.config.all_memories
-        rows: dict[str, Sequence[Tensor]] = {}
+        rows: dict[str, Sequence[Any]] = {}
         for name in OF_A_MEMORY:
             own = getattr(self, name)
             shared = self.config.tied if name in TIED else self.config.tied_projections
@@ -213,10 +215,23 @@ class MoM(nn.Module):
                 rows[name] = [own] * count if shared else own.unflatten(0, (count, -1)).unbind(0)
             elif name.endswith("proj") and own is not None and not is_plain(own):
                 rows[name] = [own(x)] * count if shared else own(x).chunk(count, dim=-1)
+            elif name.endswith("conv") and own is not None and not may_read(own, ShortConvolution):
+                size = len(own.weight) // (1 if shared else count)
+                rows[name] = [slice(0, size) if shared else slice(i * size, (i + 1) * size) for i in range(count)]
             elif own is not None:
-                weight = own.weight if name.endswith("proj") else taps_of(self, name)
+                weight = own.weight
                 rows[f"{name}.weight"] = [weight] * count if shared else weight.unflatten(0, (count, -1)).unbind(0)
         return [{name: parts[index] for name, parts in rows.items()} for index in range(count)]
+
+    def _convolved(
+        self, part: Part, name: str, y: Tensor, state: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """y ``[B, L, channels]`` through a memory's rows of a convolution, and its new state; see `Part`."""
+        weight = part.get(f"{name}.weight")
+        if weight is not None:
+            return short_convolution(y, weight, state=state, mask=mask)
+        both: tuple[Tensor, Tensor] = self.get_submodule(name)(y, state, mask, rows=part[name])
+        return both
 
     def _normed(self, x: Tensor) -> Tensor:
         """x ``[B, L, H * K]`` -> unit vectors of every head ``[B, L, H, K]``."""
@@ -233,7 +248,8 @@ class MoM(nn.Module):
 def _projected(part: Part, name: str, x: Tensor) -> Tensor:
     """x ``[B, L, d]`` through a memory's rows of a projection; see `Part`."""
     weight = part.get(f"{name}.weight")
-    return part[name] if weight is None else F.linear(x, weight)
+    found: Tensor = part[name] if weight is None else F.linear(x, weight)
+    return found
 
 
 def _may_gather(x: Tensor) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from longrecall.layers.access import visitable
 from longrecall.layers.descriptions.parallel import ParallelConfig
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.nested import read_nested
@@ -27,6 +28,7 @@ class Parallel(nn.Module):
         for path, branch in config.branches().items():
             self.add_module(path, branch.build(hidden_size))
 
+    @visitable
     def forward(
         self,
         x: Tensor,

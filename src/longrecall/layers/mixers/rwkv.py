@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from longrecall.layers.descriptions.rwkv import RWKV5Config, RWKV6Config
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import mask_tokens
+from longrecall.layers.norm import GroupNorm
 from longrecall.ops import bonus_linear_attention
 from longrecall.ops.execution import context
 from longrecall.ops.neighbours import inputs_after, inputs_before
-from longrecall.ops.time_mixing.op import gated_group_norm, mix_with_previous
+from longrecall.ops.time_mixing.op import mix_with_previous
 
 
 class TimeMixing(nn.Module):
@@ -34,7 +35,7 @@ class TimeMixing(nn.Module):
         self.g_proj = nn.Linear(hidden_size, values, bias=False)
         self.decay = nn.Parameter(torch.empty(keys))
         self.bonus = nn.Parameter(torch.empty(config.num_heads, config.key_dim))
-        self.o_norm = nn.GroupNorm(config.num_heads, values, eps=config.norm_eps)
+        self.o_norm = GroupNorm(config.num_heads, values, eps=config.norm_eps)
         self.o_proj = nn.Linear(values, hidden_size, bias=False)
 
     @torch.no_grad()
@@ -72,9 +73,7 @@ class TimeMixing(nn.Module):
         o, final = bonus_linear_attention(
             r, mask_tokens(k, mask), v.to(wide), log_decay, self.bonus, initial_state=state
         )
-        norm = self.o_norm
-        gated = gated_group_norm(o, self.g_proj(inputs[3]), norm.weight, norm.bias, norm.eps, dtype)
-        projected: Tensor = self.o_proj(gated)
+        projected: Tensor = self.o_proj(self.o_norm(o, self.g_proj(inputs[3]), dtype))
         return projected, final
 
 

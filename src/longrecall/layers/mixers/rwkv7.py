@@ -13,6 +13,7 @@ from longrecall.layers.descriptions.rwkv7 import FIRST_VALUE, RWKV7Config
 from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import mask_tokens
 from longrecall.layers.mixers.rwkv import token_shift
+from longrecall.layers.norm import GroupNorm
 from longrecall.ops import generalised_delta_rule
 
 # Keeps the removal key of a token without one from dividing by zero (as in torch.nn.functional.normalize).
@@ -57,7 +58,7 @@ class RWKV7(nn.Module):
         self.removal_scale = nn.Parameter(torch.empty(keys))
         self.rate_scale = nn.Parameter(torch.empty(keys))
         self.bonus = nn.Parameter(torch.empty(config.num_heads, config.key_dim))
-        self.o_norm = nn.GroupNorm(config.num_heads, values, eps=config.norm_eps)
+        self.o_norm = GroupNorm(config.num_heads, values, eps=config.norm_eps)
         self.o_proj = nn.Linear(values, hidden_size, bias=False)
         self.reset_parameters()
 
@@ -123,7 +124,7 @@ class RWKV7(nn.Module):
         )
         current = (r.to(wide) * self.bonus.to(wide) * written).sum(-1, keepdim=True) * v
         gate = self.gate_up(self.gate_down(for_gate).sigmoid())
-        mixed = (self._norm(o) + current.flatten(-2)) * gate.to(wide)
+        mixed = (self.o_norm(o) + current.flatten(-2)) * gate.to(wide)
         projected: Tensor = self.o_proj(mixed.to(x.dtype))
         return projected, {"recurrent": final, "shift": shift, **carried}
 
@@ -145,10 +146,3 @@ class RWKV7(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (self.config.num_heads, -1))
         return heads
-
-    def _norm(self, o: Tensor) -> Tensor:
-        """Each head's mean 0 and variance 1, then scaled and shifted: ``[B, T, H, V]`` -> ``[B, T, H * V]``."""
-        norm, rows = self.o_norm, o.flatten(0, 1).flatten(1)
-        weight, bias = norm.weight.to(o.dtype), norm.bias.to(o.dtype)
-        normed: Tensor = F.group_norm(rows, norm.num_groups, weight, bias, norm.eps).unflatten(0, o.shape[:2])
-        return normed

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from longrecall.layers.access import inside, visitable
 from longrecall.layers.descriptions.attention import AttentionConfig
 from longrecall.layers.descriptions.shared_block import SharedBlockConfig
 from longrecall.layers.mixers.attention import Attention, AttentionStep, Projected
@@ -31,6 +35,24 @@ class SharedWeights(nn.Module):
         self.down_proj = nn.Linear(config.mlp_size, hidden_size, bias=config.bias)
         self.activation = ACTIVATIONS[config.activation]
 
+    def forward(
+        self,
+        both: Tensor,
+        state: LayerState | None,
+        *,
+        mask: Tensor | None,
+        position: Tensor,
+        added: Callable[[Tensor], Projected | None],
+        adapter: nn.Module | None,
+    ) -> tuple[Tensor, LayerState]:
+        """The stream beside the embeddings ``[B, T, 2d]`` -> ``[B, T, d]`` and attention's state.
+
+        `added` and `adapter` are the adapters of the layer that uses the weights: as for `Attention.project`, `mlp`.
+        """
+        x = self.norm(both)
+        found, cache = self.attention(x, state, mask=mask, position=position, added=added(x))
+        return self.mlp(found, adapter), cache
+
     def mlp(self, x: Tensor, adapter: nn.Module | None) -> Tensor:
         """What attention gave ``[..., d]`` -> ``[..., d]``; the adapter adds to the gate and what it multiplies."""
         x = self.mlp_norm(x)
@@ -53,6 +75,7 @@ class SharedBlock(nn.Module):
         super().__init__()
         self.config = config
         self.lent: tuple[SharedWeights, ...] = ()
+        self.owners: tuple[nn.Module, ...] = ()
         self.q_adapter: nn.Module | None
         self.k_adapter: nn.Module | None
         self.v_adapter: nn.Module | None
@@ -70,16 +93,20 @@ class SharedBlock(nn.Module):
         self.norm = RMSNorm(hidden_size, config.norm_eps)
         self.mixer = config.mixer.build(hidden_size)
 
-    def borrow(self, lender: SharedBlock) -> None:
-        """Use the shared weights of another layer, whatever becomes of them."""
+    def borrow(self, lender: SharedBlock, owners: Sequence[nn.Module] = ()) -> None:
+        """Use the shared weights of another layer, whatever becomes of them.
+
+        `owners`: that layer and the modules in it that lead to the lender, which are entered to use its weights.
+        """
         # In a tuple they are no part of this module: they move, train and are stored with the lender.
-        self.lent = (lender.shared,)
+        self.lent, self.owners = (lender.shared,), tuple(owners)
 
     @property
     def weights(self) -> SharedWeights:
         """The shared weights, this layer's or those it was lent."""
         return self.lent[0] if self.lent else self.shared
 
+    @visitable
     def forward(
         self,
         x: Tensor,
@@ -91,14 +118,18 @@ class SharedBlock(nn.Module):
         **carried: Tensor | None,
     ) -> tuple[Tensor, LayerState]:
         """The stream x ``[B, T, d]``, without a norm -> y ``[B, T, d]`` and the states of attention and mixer."""
-        weights, both = self.weights, self.beside_embeddings(x, carried.get(EMBEDDED))
-        found, cache = weights.attention(
-            both, state_under(state, "attention"), mask=mask, position=position, added=self.added(both)
-        )
+        weights, before = self.weights, state_under(state, "attention")
+
+        def use(both: Tensor) -> tuple[Tensor, LayerState]:
+            how: dict[str, Any] = {"mask": mask, "position": position, "added": self.added, "adapter": self.mlp_adapter}
+            found: tuple[Tensor, LayerState] = weights(both, before, **how)
+            return found
+
+        found, cache = inside(self.owners, use, beside_embeddings(x, carried.get(EMBEDDED)))
         (y,), after = read_nested(
             self,
             ("mixer",),
-            self.norm(x + self.returned(found)),
+            self.norm(x + self.out_proj(found)),
             state,
             mask=mask,
             position=position,
@@ -107,26 +138,21 @@ class SharedBlock(nn.Module):
         )
         return y, {f"attention.{name}": tensor for name, tensor in cache.items()} | after
 
-    def beside_embeddings(self, x: Tensor, embedded: Tensor | None) -> Tensor:
-        """x and the embeddings, both ``[..., d]`` -> what attention reads ``[..., 2d]``, normed."""
-        assert embedded is not None, "the embeddings are there in every pass"
-        both: Tensor = self.weights.norm(torch.cat([x, embedded.to(x.dtype)], dim=-1))
-        return both
-
     def added(self, x: Tensor) -> Projected | None:
         """What the adapters add to queries, keys and values of x ``[..., 2d]``; None without them."""
         if self.q_adapter is None or self.k_adapter is None or self.v_adapter is None:
             return None
         return Projected(self.q_adapter(x), self.k_adapter(x), self.v_adapter(x))
 
-    def returned(self, found: Tensor) -> Tensor:
-        """What attention found ``[..., d]`` -> what is added to the input of the mixer ``[..., d]``."""
-        y: Tensor = self.out_proj(self.weights.mlp(found, self.mlp_adapter))
-        return y
-
     def decoding_step(self, config: SharedBlockConfig, settings: StepSettings) -> Step:
         """The step that decodes one token with this layer, described by `config`."""
         return SharedBlockStep(config, self, settings)
+
+
+def beside_embeddings(x: Tensor, embedded: Tensor | None) -> Tensor:
+    """x and the embeddings, both ``[..., d]`` -> what attention reads ``[..., 2d]``, before its norm."""
+    assert embedded is not None, "the embeddings are there in every pass"
+    return torch.cat([x, embedded.to(x.dtype)], dim=-1)
 
 
 class SharedBlockStep(NestedSteps):
@@ -140,11 +166,12 @@ class SharedBlockStep(NestedSteps):
 
     def __call__(self, stream: Stream, norm: Norm | None, buffers: Buffers, position: Tensor) -> None:
         mixer, x = self.mixer, stream.normed(norm)
-        both = mixer.beside_embeddings(x, stream.carried[EMBEDDED][:, 0])
-        found = self._attended(both, part_under(buffers, "attention"), position)
-        inside = self._over(x + mixer.returned(found), stream)
-        self.inner["mixer"](inside, mixer.norm, part_under(buffers, "mixer"), position)
-        stream.add(inside.result())
+        weights = mixer.weights
+        both = weights.norm(beside_embeddings(x, stream.carried[EMBEDDED][:, 0]))
+        found = weights.mlp(self._attended(both, part_under(buffers, "attention"), position), mixer.mlp_adapter)
+        over = self._over(x + mixer.out_proj(found), stream)
+        self.inner["mixer"](over, mixer.norm, part_under(buffers, "mixer"), position)
+        stream.add(over.result())
 
     def _attended(self, x: Tensor, buffers: Buffers, position: Tensor) -> Tensor:
         """x ``[B, 2d]`` -> what attention gives ``[B, d]``; kernels do not know of adapters."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrecall.layers.projections import is_wrapped
-from longrecall.layers.retrieval.weights import RetrievalWeights
+from longrecall.layers.access import may_read
+from longrecall.layers.retrieval.weights import Blend, Encoder, RetrievalWeights
 from longrecall.layers.tokens import KeptTokens, TokenContext
 from longrecall.ops.retrieval.op import BEST_CHUNKS, SELECTED_ATTENTION, selected_attention
 
@@ -25,8 +25,8 @@ def why_not(mixer: RetrievalWeights, x: Tensor, context: TokenContext, mask: Ten
         return "gradients, padding, earlier tokens or a hard selector"
     if not x.is_cuda or torch.is_autocast_enabled(x.device.type) or x.dtype != like.dtype:
         return "not on a GPU, or mixed dtypes"
-    if is_wrapped(mixer.query_encoder) or is_wrapped(mixer.blend):
-        return "an adapter on the query encoder or the blend"
+    if not may_read(mixer.query_encoder, Encoder) or not (mixer.blend is None or may_read(mixer.blend, Blend)):
+        return "an adapter on the query encoder or the blend, or hooks"
     q, queries = x.new_empty((0, 1, config.num_heads, config.head_dim)), x.new_empty((0, 1, config.encoder_dim))
     chosen = x.new_empty((0, config.candidates))
     found = BEST_CHUNKS.why_plain({"queries": queries, "chosen": chosen})

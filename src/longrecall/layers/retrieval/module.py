@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longrecall.layers.access import visitable
 from longrecall.layers.mixers.base import LayerState, state_under
 from longrecall.layers.retrieval import fused
-from longrecall.layers.retrieval.weights import RetrievalWeights
+from longrecall.layers.retrieval.weights import RetrievalWeights, blended
 from longrecall.layers.tokens import TokenContext
 from longrecall.ops.neighbours import all_columns
 from longrecall.ops.retrieval.op import best_chunks, selected_attention
@@ -45,6 +46,7 @@ class Retrieval(RetrievalWeights):
     Its state is the mixer's, prefixed ``base.``, and `chunk` ``[B, chunks, E]``; token ids are kept once for the model.
     """
 
+    @visitable
     def forward(
         self,
         x: Tensor,
@@ -109,8 +111,8 @@ class Retrieval(RetrievalWeights):
         return projected
 
     def _blended(self, x: Tensor, y: Tensor, found: Tensor, any_chunk: Tensor) -> Tensor:
-        alpha = self.config.alpha if self.blend is None else self.blend(x)
-        return torch.where(any_chunk[..., None], alpha * y + (1 - alpha) * found, y)
+        both = blended(self.config.alpha, y, found) if self.blend is None else self.blend(x, y, found)
+        return torch.where(any_chunk[..., None], both, y)
 
     def _chunk_vectors(self, earlier: Tensor | None, context: TokenContext, length: int, padded: bool) -> Tensor:
         """Vectors ``[B, N, E]`` of every finished chunk, zeros where a row has fewer; `length`: T of the segment."""

@@ -94,9 +94,14 @@ class Blend(nn.Module):
         if self.weight is not None:
             nn.init.zeros_(self.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x ``[B, T, d]`` -> alpha, ``[d]`` or ``[B, T, d]``; not limited to 0..1."""
-        return self.bias if self.weight is None else F.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, y: Tensor, found: Tensor) -> Tensor:
+        """alpha * y + (1 - alpha) * found for the layer's input x, all ``[B, T, d]``; alpha is not limited to 0..1."""
+        return blended(self.bias if self.weight is None else F.linear(x, self.weight, self.bias), y, found)
+
+
+def blended(alpha: Tensor | float, y: Tensor, found: Tensor) -> Tensor:
+    """alpha * y + (1 - alpha) * found: what a mixer gave and what retrieval found, ``[B, T, d]``."""
+    return alpha * y + (1 - alpha) * found
 
 
 class RetrievalWeights(nn.Module):

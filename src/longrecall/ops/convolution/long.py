@@ -5,17 +5,24 @@ On a GPU texts that are not too long are multiplied by Toeplitz matrices instead
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from longrecall.ops.backends import Op, declare, kernel
+from longrecall.ops.backends import Op, Presumed, declare, kernel
 from longrecall.ops.execution import context, with_context
 from longrecall.ops.neighbours import inputs_after, inputs_before, inputs_so_far
 from longrecall.ops.padding import is_at_the_end
 
 LONG_CONVOLUTION = declare(Op("long_convolution", kernels="convolution.triton.long", compiler_fuses=True))
 
-_long_convolution_kernel = kernel("convolution.triton.long", "convolve")
+
+def _presumed(x: Tensor, taps: Tensor, *_: Any) -> Presumed:
+    return (("taps", taps, x.shape[-1] * taps.shape[-1]),)
+
+
+_long_convolution_kernel = kernel("convolution.triton.long", "convolve", presumes=_presumed)
 
 
 def long_convolution(

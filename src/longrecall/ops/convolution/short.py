@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrecall.ops.backends import Op, declare, kernel
+from longrecall.ops.backends import Op, Presumed, declare, kernel
 from longrecall.ops.execution import context
 from longrecall.ops.neighbours import inputs_after, inputs_before
 from longrecall.ops.packing import check_boundaries, document_mask, pack, unpack
@@ -26,9 +26,14 @@ GATED_CONVOLUTION = declare(
     Op("gated_convolution", kernels="convolution.triton.gated", compiler_fuses=True, covers=("depthwise_convolution",))
 )
 
-_short_convolution_kernel = kernel("convolution.triton.short", "short_convolution")
-_depthwise_convolution_kernel = kernel("convolution.triton.depthwise", "convolve")
-_gated_convolution_kernel = kernel("convolution.triton.gated", "convolve")
+
+def _presumed(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Presumed:
+    return ("weight", weight, x.shape[-1] * weight.shape[-1]), ("bias", bias, x.shape[-1])
+
+
+_short_convolution_kernel = kernel("convolution.triton.short", "short_convolution", presumes=_presumed)
+_depthwise_convolution_kernel = kernel("convolution.triton.depthwise", "convolve", presumes=_presumed)
+_gated_convolution_kernel = kernel("convolution.triton.gated", "convolve", presumes=_presumed)
 
 
 class _Taps(torch.autograd.Function):

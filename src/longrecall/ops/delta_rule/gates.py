@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrecall.ops.backends import Op, declare, kernel
+from longrecall.ops.backends import Op, Presumed, declare, kernel
 
 DELTA_GATES = declare(Op("delta_gates", kernels="delta_rule.triton.gates", compiler_fuses=True))
 
-_delta_gates_kernel = kernel("delta_rule.triton.gates", "delta_gates")
+
+def _presumed(decay: Tensor, write: Tensor, log_rate: Tensor, bias: Tensor, *_: Any) -> Presumed:
+    heads = decay.shape[-1]
+    return ("write", write, decay.numel()), ("log_rate", log_rate, heads), ("bias", bias, heads)
+
+
+_delta_gates_kernel = kernel("delta_rule.triton.gates", "delta_gates", presumes=_presumed)
 
 
 def delta_gates(

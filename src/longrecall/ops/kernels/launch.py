@@ -24,6 +24,7 @@ from torch import Tensor
 
 from longrecall.ops.execution import interpreting_triton, may_prefetch
 from longrecall.ops.kernels import dependent_launch
+from longrecall.ops.readable import LOWEST_ADDRESS, check_arguments
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -131,9 +132,22 @@ def kernel(function: Any) -> Any:
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     options = {"do_not_specialize": [name for name in VARYING if name in names]}
     if interpreting():
-        return triton.jit(function, **options)
+        return _interpreted(function, options)
     made = Kernel(function, **options)
     return made if why_not_remembered(made) is None else FusedKernel(function, **options)
+
+
+def _interpreted(function: Any, options: dict[str, Any]) -> Any:
+    """A kernel that Triton's interpreter runs, with its arguments checked."""
+    made = triton.jit(function, **options)
+    run, name = made.run, function.__name__
+
+    def checked(*args: Any, **constants: Any) -> Any:
+        check_arguments(name, zip(made.arg_names, args, strict=False))
+        return run(*args, **constants)
+
+    made.run = checked
+    return made
 
 
 def why_not_remembered(made: Kernel) -> str | None:
@@ -164,13 +178,17 @@ def can_start(compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...]) -> bo
 
 
 class FusedKernel(triton.JITFunction):  # type: ignore[misc]
-    """A kernel in which a product and a sum may become one instruction with one rounding.
+    """A kernel in which a product and a sum may become one instruction with one rounding; its arguments are checked.
 
-    That was the default of every Triton up to 3.9. 3.10 leaves it out unless a launch asks for it.
+    Fusing was the default of every Triton up to 3.9. 3.10 leaves it out unless a launch asks for it.
     """
 
     def run(self, *args: Any, **options: Any) -> Any:
+        self._check(args)
         return super().run(*args, **({"enable_fp_fusion": True} | options))
+
+    def _check(self, args: tuple[Any, ...]) -> None:
+        check_arguments(self.fn.__name__, zip(self.arg_names, args, strict=False))
 
 
 class Kernel(FusedKernel):
@@ -195,9 +213,10 @@ class Kernel(FusedKernel):
         types = tuple(map(type, args))
         places = self.places.get(types)
         if places is None:
+            self._check(args)
             places = self.places[types] = (_getter(types, Tensor), _getter(types, int))
         tensors, integers = places[0](args), places[1](args)
-        kind = [(x.dtype, x.data_ptr() % 16) for x in tensors]
+        kind = [(x.dtype, (address := x.data_ptr()) % 16, address < LOWEST_ADDRESS) for x in tensors]
         device = torch.cuda.current_device()
         prefetch = self.early and may_prefetch()
         key = (types, integers, *kind, *constants.items(), device, prefetch)
@@ -206,6 +225,8 @@ class Kernel(FusedKernel):
             compiled, values = found
             start(compiled, device, (*grid, 1, 1)[:3], *args, *values)
             return
+        # Types, and whether addresses are suspicious, belong to the kind: what is remembered was found to be whole.
+        self._check(args)
         if len(self.remembered) >= MOST_KINDS:
             self.remembered.clear()
         if self.early:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longrecall.ops.backends import Op, declare, kernel
+from longrecall.ops.backends import Op, Presumed, declare, kernel
 from longrecall.ops.borders import state_after, state_before, whole_sequences
 from longrecall.ops.linear_attention.op import gated_linear_attention
 from longrecall.ops.packing import check_boundaries, pack, unpack
@@ -21,7 +21,12 @@ from longrecall.ops.shapes import accumulation_dtype, check_attention_inputs, pr
 
 ADD_BONUS = declare(Op("add_bonus", kernels="linear_attention.triton.bonus", compiler_fuses=True))
 
-_add_bonus_kernel = kernel("linear_attention.triton.bonus", "add_bonus")
+
+def _presumed(reads: Tensor, first: Tensor, r: Tensor, k: Tensor, v: Tensor, bonus: Tensor) -> Presumed:
+    return (("bonus", bonus, r.shape[2] * r.shape[3]),)
+
+
+_add_bonus_kernel = kernel("linear_attention.triton.bonus", "add_bonus", presumes=_presumed)
 
 
 def bonus_linear_attention(

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from longrecall.ops.backends import Op, declare, kernel
+from longrecall.ops.backends import Op, Presumed, declare, kernel
 
 STEPPED_VALUES = declare(Op("stepped_values", kernels="linear_attention.triton.stepped_values", compiler_fuses=True))
 
-_stepped_values_kernel = kernel("linear_attention.triton.stepped_values", "stepped_values")
+
+def _presumed(values: Tensor, step: Tensor, skip: Tensor, *_: Any) -> Presumed:
+    return ("step", step, values.shape[:3].numel()), ("skip", skip, values.shape[2])
+
+
+_stepped_values_kernel = kernel("linear_attention.triton.stepped_values", "stepped_values", presumes=_presumed)
 
 Recurrence = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Values ``[B, T, H, P]`` -> outputs ``[B, T, H, P]`` of their dtype, and the final state."""

@@ -7,13 +7,13 @@ tensors on a GPU from 16 rows on. Under torch.compile they are not used, as it f
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrecall.ops.backends import Op, declare, kernel
+from longrecall.ops.backends import Op, Presumed, declare, kernel
 
 Gate = Literal["silu", "sigmoid", "silu_before"]
 """Name of a gate -> its activation, and whether it multiplies before the norm."""
@@ -22,11 +22,24 @@ RMS_NORM = declare(Op("rms_norm", kernels="norms.triton.rms_norm", compiler_fuse
 GATED_RMS_NORM = declare(Op("gated_rms_norm", kernels="norms.triton.gated", asks="why_not_norm", compiler_fuses=True))
 SILU_PRODUCT = declare(Op("silu_product", kernels="norms.triton.gated", compiler_fuses=True))
 
-_add_rms_norm = kernel("norms.triton.rms_norm", "add_rms_norm")
-_gated_rms_norm = kernel("norms.triton.gated", "gated_rms_norm")
-_gated_norm_projection = kernel("norms.triton.gated", "gated_norm_projection")
-_silu_product = kernel("norms.triton.gated", "silu_product")
-_gated_projection = kernel("norms.triton.gated", "gated_projection")
+
+def _of_norm(x: Tensor, update: Tensor | None, weight: Tensor, *_: Any) -> Presumed:
+    return ("weight", weight, x.shape[-1]), ("update", update, x.numel())
+
+
+def _of_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, *_: Any) -> Presumed:
+    return ("weight", weight, x.shape[-1]), ("gate", gate, x.numel())
+
+
+def _of_product(gate: Tensor, up: Tensor, *_: Any) -> Presumed:
+    return (("up", up, gate.numel()),)
+
+
+_add_rms_norm = kernel("norms.triton.rms_norm", "add_rms_norm", presumes=_of_norm)
+_gated_rms_norm = kernel("norms.triton.gated", "gated_rms_norm", presumes=_of_gated_norm)
+_gated_norm_projection = kernel("norms.triton.gated", "gated_norm_projection", presumes=_of_gated_norm)
+_silu_product = kernel("norms.triton.gated", "silu_product", presumes=_of_product)
+_gated_projection = kernel("norms.triton.gated", "gated_projection", presumes=_of_product)
 
 
 def rms_norm(

@@ -6,17 +6,29 @@ Each is written out in torch, its definition, and has kernels that make one pass
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrecall.ops.backends import Op, declare, kernel
+from longrecall.ops.backends import Op, Presumed, declare, kernel
 
 MIX_WITH_PREVIOUS = declare(Op("mix_with_previous", kernels="time_mixing.triton.token_shift", compiler_fuses=True))
 GATED_GROUP_NORM = declare(Op("gated_group_norm", kernels="time_mixing.triton.group_norm", compiler_fuses=True))
 
-_mix_with_previous_kernel = kernel("time_mixing.triton.token_shift", "mix_with_previous")
-_gated_group_norm_kernel = kernel("time_mixing.triton.group_norm", "gated_group_norm")
+
+def _of_mixtures(x: Tensor, shares: Tensor) -> Presumed:
+    return (("shares", shares, len(shares) * x.shape[-1]),)
+
+
+def _of_norm(x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, *_: Any) -> Presumed:
+    channels = x.shape[-2] * x.shape[-1]
+    return ("gate", gate, x.numel()), ("weight", weight, channels), ("bias", bias, channels)
+
+
+_mix_with_previous_kernel = kernel("time_mixing.triton.token_shift", "mix_with_previous", presumes=_of_mixtures)
+_gated_group_norm_kernel = kernel("time_mixing.triton.group_norm", "gated_group_norm", presumes=_of_norm)
 
 
 def mix_with_previous(x: Tensor, shares: Tensor, *, backend: str | None = None) -> tuple[Tensor, ...]:

@@ -2,5 +2,6 @@
 
 from longrecall.tasks.needles.grading import contained, prefix_score
 from longrecall.tasks.needles.task import TASKS, Needles
+from longrecall.tasks.needles.training import NeedleSource
 
-__all__ = ["TASKS", "Needles", "contained", "prefix_score"]
+__all__ = ["TASKS", "NeedleSource", "Needles", "contained", "prefix_score"]

@@ -27,11 +27,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from longrecall.errors import UserError, did_you_mean
+from longrecall.tasks.declaration import Declaration
 from longrecall.tasks.encoding import IGNORE, Cell, PieceEncoder, QuestionSample
 from longrecall.tasks.in_context.published import shuffled_rows
 from longrecall.tasks.question_answering.passages import best_passages, bm25, split_passages
 from longrecall.tasks.question_answering.prompts import PROMPTS, STYLES, Row, build_prompt, parse_row
 from longrecall.tasks.question_answering.sources import SOURCES
+from longrecall.tasks.question_answering.training import QuestionSource
 from longrecall.tasks.rows import Rows, local_file, read_hub, read_jsonl
 from longrecall.tasks.wording import Wording
 
@@ -83,6 +85,7 @@ class QuestionAnswering:
         "questions about documents",
         "The model reads a document and answers a question about it in its own words.",
     )
+    declared: ClassVar[Declaration] = Declaration(source=QuestionSource)
     version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:

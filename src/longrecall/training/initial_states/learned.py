@@ -92,6 +92,16 @@ class Learned:
         )
         return replace(zero, layers=layers)
 
+    def start(self, rows: int) -> RecurrentState:
+        """Return the trained state in so many rows, all of them; nothing is drawn."""
+        zero = self._model.zero_state(rows)
+        keep = torch.ones(rows, dtype=torch.bool, device=zero.position.device)
+        layers = tuple(
+            {name: self._expanded(index, name, empty, keep) for name, empty in layer.items()}
+            for index, layer in enumerate(zero.layers)
+        )
+        return replace(zero, layers=layers)
+
     def _expanded(self, index: int, name: str, empty: Tensor, keep: Tensor) -> Tensor:
         if not takes_part(name, self._recipe.convolution):
             return empty

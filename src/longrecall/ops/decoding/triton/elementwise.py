@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longrecall.ops.kernels.dependent_launch import wait_for_previous, wait_if_prefetching, wait_unless_prefetching
 from longrecall.ops.kernels.launch import kernel
+from longrecall.ops.readable import check_numbers
 
 
 @triton.jit
@@ -49,6 +50,7 @@ def add_norm(
 ) -> Tensor:
     """stream ``[B, d]`` += update (in place), out = RMS norm of the sum * (weight + offset); returns `out`."""
     batch, size = stream.shape
+    check_numbers("add_norm", ("weight", weight, size), ("update", update, batch * size))
     block = triton.next_power_of_2(size)
     _add_norm_kernel[(batch,)](
         stream,
@@ -144,6 +146,7 @@ def convolve(parts: list[tuple[Tensor, Tensor, Tensor, Tensor | None]]) -> list[
     counts = [triton.cdiv(x.shape[1], block) for x, *_ in parts]
     arguments: list[object] = []
     for (x, state, weight, bias), out in zip(parts, outs, strict=True):
+        check_numbers("convolve", ("weight", weight, x.shape[1] * width), ("bias", bias, x.shape[1]))
         arguments += [x, x.stride(0), state, weight, weight if bias is None else bias, out, x.shape[1]]
     while len(arguments) < 21:
         arguments += arguments[:7]
@@ -227,6 +230,8 @@ def gated_norm(
     batch = o.shape[0]
     numbers = o[0].numel() if parts.terms == 1 else o[0].numel() // parts.terms
     width = numbers // groups
+    each = width if norm is None or norm.numel() == width else numbers
+    check_numbers("gated_norm", ("norm", norm, each), ("gate", gate, batch * numbers))
     out = torch.empty(batch, groups * width, device=o.device, dtype=dtype)
     block = triton.next_power_of_2(width)
     _gated_norm_kernel[(batch, groups)](

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longrecall.ops.kernels.dependent_launch import wait_if_prefetching, wait_unless_prefetching
 from longrecall.ops.kernels.launch import kernel
+from longrecall.ops.readable import check_numbers
 
 MOST_PARTS = 9
 """The most weights of a launch: six of a gated delta layer and three of retrieval around it."""
@@ -138,6 +139,7 @@ def norm_and_project(
     The normed channels are multiplied by `norm` ``[d]`` + `offset`.
     """
     batch, size = stream.shape
+    check_numbers("norm_and_project", ("norm", norm, size), *(("weight", x, len(x) * size) for x in weights))
     outs: list[Tensor] = []
     for first in range(0, len(weights), MOST_PARTS):
         group = weights[first : first + MOST_PARTS]
@@ -178,6 +180,7 @@ def norm_and_gate_up(stream: Tensor, norm: Tensor, eps: float, gate: Tensor, up:
     """silu(gate x) * (up x) of the normed stream x: ``[B, d]`` -> ``[B, n]``; the norm as in `norm_and_project`."""
     batch, size = stream.shape
     count = gate.shape[0]
+    check_numbers("norm_and_gate_up", ("norm", norm, size), ("gate", gate, count * size), ("up", up, count * size))
     out = torch.empty(batch, count, device=stream.device, dtype=gate.dtype)
     rows, columns = _tile(gate)
     grid = (triton.cdiv(count, rows), batch)
@@ -205,6 +208,7 @@ def _add_product_kernel(
 def add_product(x: Tensor, weight: Tensor, stream: Tensor) -> None:
     """stream ``[B, d]`` += weight ``[d, n]`` x ``[B, n]``, in place."""
     count, size = weight.shape
+    check_numbers("add_product", ("x", x, x.shape[0] * size), ("stream", stream, x.shape[0] * count))
     # Fewer rows per program than above: this product has only d rows, and every multiprocessor should have some.
     rows, columns = _tile(weight, _ROWS // 2)
     grid = (triton.cdiv(count, rows), x.shape[0])

@@ -17,6 +17,7 @@ from longrecall.ops.decoding.hopper import recurrence as hopper_decoding
 from longrecall.ops.decoding.op import STEP
 from longrecall.ops.kernels.dependent_launch import wait_for_previous, wait_if_prefetching, wait_unless_prefetching
 from longrecall.ops.kernels.launch import interpreting, kernel, processors, why_not_tensors
+from longrecall.ops.readable import check_numbers
 
 GATES = {None: 0, "fixed": 1, "delta": 2, "channel": 3, "step": 4}
 """Kinds of log decay: none; given per head; -exp(A) softplus(a + b); log sigmoid per channel; Mamba-2's."""
@@ -292,6 +293,7 @@ def recurrence(
     float32 ``[B, H, V]``.
     """
     batch, heads, K, V = state.shape
+    check_numbers("recurrence", ("bias", gate.bias, heads), ("A_log", gate.A_log, heads), ("skip", skip, heads))
     out = torch.empty(batch, heads, V, device=state.device, dtype=torch.float32)
     busy = processors(state)
     few = batch * heads * triton.cdiv(V, 64) <= busy

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.context.group import ContextGroup, RowPieces
 from longrecall.ops import execution
+from longrecall.ops.context.group import ContextGroup, RowPieces
 
-MOST_UNDER_WAY = 256
+MOST_UNDER_WAY = 64
 """A rank that has sent so many messages waits until the first of them has arrived."""
 
 
@@ -124,6 +124,18 @@ def from_last(beside: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     if group is None:
         return (beside, *tensors)
     found: tuple[Tensor, ...] = _FromLast.apply(group, beside, *tensors)
+    return found
+
+
+def from_ends(beside: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """As `from_last` inside `row_pieces`: each of the N documents from the rank on which it ends.
+
+    `tensors` are ``[n, ...]``, a row for each document of this rank; those that are returned are ``[N, ...]``.
+    """
+    group, pieces = execution.context(), execution.row_pieces()
+    if group is None or pieces is None:
+        return (beside, *tensors)
+    found: tuple[Tensor, ...] = _FromEnds.apply(group, pieces, beside, *tensors)
     return found
 
 
@@ -254,6 +266,41 @@ class _FromLast(torch.autograd.Function):
         return None, to_beside, *own
 
 
+class _FromEnds(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, group: ContextGroup, pieces: RowPieces, beside: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.pieces, ctx.likes = group, pieces, [_Like(x) for x in tensors]
+        ctx.set_materialize_grads(False)
+        own, there = pieces.ends.nonzero()[:, 0], pieces.rows[pieces.ends]
+        placed = [x.new_zeros((pieces.documents, *x.shape[1:])).index_copy(0, there, x[own]) for x in tensors]
+        # All other ranks have zeros in the place of a document that does not end there.
+        found = _in_one(placed, lambda x: _sum(group, x))
+        ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
+        return beside.view_as(beside), *found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_beside: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        group: ContextGroup = ctx.group
+        pieces: RowPieces = ctx.pieces
+        floats = [index for index, like in enumerate(ctx.likes) if like.dtype.is_floating_point]
+        shapes = [(pieces.documents, *like.shape[1:]) for like in ctx.likes]
+        given = [
+            torch.zeros(shapes[i], dtype=ctx.likes[i].dtype, device=ctx.likes[i].device)
+            if gradients[i] is None
+            else gradients[i]
+            for i in floats
+        ]
+        added = _in_one(given, lambda x: _sum(group, x))
+        to_tensors: list[Tensor | None] = [None] * len(gradients)
+        for index, gradient in zip(floats, added, strict=True):
+            ends = pieces.ends.view(-1, *[1] * (gradient.dim() - 1))
+            to_tensors[index] = torch.where(ends, gradient[pieces.rows], 0.0)
+        return None, None, to_beside, *to_tensors
+
+
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: ContextGroup, kept: execution.Kept | None, tensor: Tensor) -> Tensor:
@@ -308,6 +355,11 @@ def _receive(group: ContextGroup, like: _Like, rank: int) -> Tensor:
 
 def _broadcast(group: ContextGroup, x: Tensor) -> Tensor:
     dist.broadcast(x, group=group.process_group, group_src=group.world - 1)
+    return x
+
+
+def _sum(group: ContextGroup, x: Tensor) -> Tensor:
+    dist.all_reduce(x, group=group.process_group)
     return x
 
 

@@ -1,8 +1,7 @@
-"""The ranks that share one sequence, and the scopes in which they do."""
+"""The ranks that share one sequence, and where its documents lie among them."""
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longrecall.errors import UserError
-from longrecall.ops import execution
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,28 +55,21 @@ class ContextGroup:
 
 @dataclass(frozen=True, eq=False)
 class RowPieces:
-    """Where the pieces of B sequences begin and end among the N rows of a batch whose rows are documents.
+    """Which documents this rank holds a part of, where each of them is read in a row of its own.
 
-    Packed documents are read with a row each. A document that began on the rank before goes on from its state there.
-    Every other one begins from the state that it was given.
+    B sequences hold N documents, of which n have tokens in this rank's pieces. Those are the rows here. A document that
+    began on the rank before goes on from its state there. Every other one begins from the state that it was given.
     """
 
+    documents: int
+    """N."""
+    rows: Tensor
+    """int64 ``[n]``: the documents of this rank, of all N, in order."""
+    ends: Tensor
+    """bool ``[n]``: which of them end on this rank."""
     first: Tensor
     """int64 ``[B]``: the row with which the piece of each sequence begins."""
     last: Tensor
     """int64 ``[B]``: the row with which it ends."""
     goes_on: Tensor
     """bool ``[B]``: whether the first row goes on with a document of the rank before."""
-
-
-def context_parallel(group: ContextGroup) -> contextlib.AbstractContextManager[None]:
-    """Inside, every call of a model or an op reads this rank's piece of sequences that are cut over `group`.
-
-    A group of one rank changes nothing. All ranks must make the same calls in the same order, backward passes too.
-    """
-    return execution.with_context(group if group.world > 1 else None)
-
-
-def row_pieces(pieces: RowPieces | None) -> contextlib.AbstractContextManager[None]:
-    """Inside, rows of batches are documents and not sequences; None = every row is one sequence."""
-    return execution.with_row_pieces(pieces)

@@ -1,0 +1,99 @@
+"""Where evaluation meets the training loop: after a step it is measured, logged, judged, and the best model written."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import Trainer
+
+from longrecall.layers.handover import Handover
+from longrecall.models.checkpoint import Checkpoint, CheckpointWriter
+from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.new_folder import clear_remains
+from longrecall.surgery.handover import finish_checkpoint, handover_layers
+from longrecall.training.checkpoints import disk_errors, write_model
+from longrecall.training.evaluation import Share, TrainingEvaluation
+from longrecall.training.initial_states import InitialState
+from longrecall.training.logs import RunLog, Stopwatch
+from longrecall.training.parallel.place import Place
+from longrecall.training.parallel.shard import gathered_weights
+from longrecall.training.watch import FiniteWatch
+
+BEST_FOLDER = "best"
+"""Of a run: the native checkpoint with the best metric."""
+UNFINISHED_BEST = ".best.handover"
+"""The same while its handover layers are being finished."""
+
+
+class Training(Protocol):
+    """What an evaluation sees of a run."""
+
+    evaluation: TrainingEvaluation | None
+    output: Path
+    model: RecurrentLM
+    source: Checkpoint
+    tokenizer: Any
+    initial: InitialState
+    log: RunLog
+    watch: FiniteWatch
+    handovers: list[Handover]
+
+    processes: Place
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step of all processes."""
+
+
+def evaluate_after(run: Training, trainer: Trainer, clock: Stopwatch, step: int, last: bool, progress: float) -> bool:
+    """Evaluate where it is time to; return whether training has to end. Every process of the run calls this.
+
+    Args:
+        clock: stands still meanwhile.
+        step: done so far; 0 = before the first.
+        last: it was the last one.
+        progress: of the handover; it says nothing of a model without one.
+    """
+    evaluation = run.evaluation
+    if evaluation is None or not evaluation.due(step, last):
+        return False
+    run.watch.check()
+    place = run.processes
+    with clock.paused():
+        share = Share(
+            place.rank, place.world, place.sharded,
+            lambda tensor: trainer.accelerator.reduce(tensor, "sum") if place.world > 1 else tensor,
+        )  # fmt: skip
+        numbers = evaluation.measure(run.model, run.initial, share, trainer.compute_loss_context_manager)
+        best = evaluation.judge(step, numbers, counts=progress == 1.0 or not run.handovers)
+        if best and evaluation.recipe.best:
+            with disk_errors("the best checkpoint", run.watch.last_good):
+                _write_best(run, run.output / BEST_FOLDER)
+    if place.first:
+        run.log.add({"step": step, "tokens": step * run.tokens_per_step, "evaluation": numbers})
+    # What begins with eval_ has a page of its own in TensorBoard and W&B.
+    trainer.log({f"eval_{name}": value for name, value in numbers.items() if value is not None})
+    return evaluation.standing.stopped
+
+
+def clear_best(output: Path) -> None:
+    """Remove what a kill has left of a best checkpoint that was being written."""
+    clear_remains(output / BEST_FOLDER)
+    shutil.rmtree(output / UNFINISHED_BEST, ignore_errors=True)
+
+
+def _write_best(run: Training, folder: Path) -> None:
+    """Write the model as a native checkpoint without handover layers, in place of the one that was best before."""
+    place = run.processes
+    tensors = gathered_weights(run.model, place.first) if place.sharded else None
+    if place.first:
+        handover = bool(handover_layers(run.model.config))
+        raw = folder.with_name(UNFINISHED_BEST)
+        with CheckpointWriter(raw if handover else folder, force=True) as writer:
+            write_model(writer, run.model, run.source, run.tokenizer, tensors)
+        if handover:
+            finish_checkpoint(raw, folder, overwrite=True)
+            shutil.rmtree(raw)
+    place.wait()
