@@ -63,7 +63,7 @@ TROUBLE: dict[str, Callable[[int], None]] = {
     "save": lambda number: before(saver.Saver, "save", number, die),
     "shard": lambda number: before(shards, "save_file", number, half_a_file),
     "publish": lambda number: before(saver.Saver, "_publish", number, die),
-    "full": lambda number: before(saver.Saver, "save", number, no_space),
+    "full": lambda number: before(saver.Saver, "_copy", number, no_space),
 }
 
 

@@ -84,6 +84,7 @@ class Saver:
     ) -> None:
         self._output, self._keep, self._source, self._tokenizer = output, keep, source, tokenizer
         self._model, self._processes, self._watch = model, processes, watch
+        watch.before_error = self._let_finish
         self._step = 0
         self._pending: Future[None] | None = None
         self._group: ProcessGroup | None = None
@@ -139,6 +140,10 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is not None:
             wait([pending], timeout=patience)
+
+    def _let_finish(self) -> None:
+        if self._pending is not None:
+            wait([self._pending])
 
     def _copy(
         self, step: int, optimizer: torch.optim.Optimizer, own: ProcessState, state: Mapping[str, Any]
