@@ -11,13 +11,18 @@ from torch import Tensor, nn
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from longrecall.inference import reader as reader  # it puts itself into the model
+from longrecall.inference.captured_choice import captured_choice, choice_key
 from longrecall.inference.eligibility import room_for, why_no_graph, why_no_recording
 from longrecall.inference.reading import captured_step, read_captured, recorded_step
 from longrecall.inference.recorded_step import RecordedStep
+from longrecall.inference.step import DecodingStep
 from longrecall.models.captured_steps import addresses
 from longrecall.models.generation import RecurrentGeneration
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
+
+LEAST_CAPTURED = 16
+"""New tokens from which on the choice itself is captured, which takes as long as some of them."""
 
 CHECK_EVERY = 16
 """Tokens after which it is looked whether all rows have ended, where that waits for a GPU."""
@@ -132,22 +137,30 @@ def _decoded(
 ) -> Tensor:
     """The loop itself, from the prompt's last logits ``[B, vocab]`` on: ids ``[B, n]``, n at most `most`."""
 
-    def sample(ids: Tensor, logits: Tensor) -> Tensor:
+    def sample(ids: Tensor | None, logits: Tensor) -> Tensor:
         scores = logits_processor(ids, logits.to(copy=True, dtype=torch.float32))
         if not generation_config.do_sample:
             return torch.argmax(scores, dim=-1)
         return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
 
     ends = [criterion.eos_token_id for criterion in stopping_criteria if hasattr(criterion, "eos_token_id")]
-    pad = generation_config._pad_token_tensor
+    end = torch.cat([one.flatten().to(input_ids.device) for one in ends]) if ends else None
+    pad = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
+    new = most - input_ids.shape[1]
+    if isinstance(step, DecodingStep) and step.graph is not None and streamer is None and new >= LEAST_CAPTURED:
+        stops = () if end is None else tuple(end.tolist())
+        key = choice_key(logits_processor, generation_config.do_sample, stops, pad)
+        if key is not None and logits.dtype == step.logits.dtype:
+            choice = captured_choice(step, key, new, lambda logits: sample(None, logits))
+            return _until_ended(torch.cat([input_ids, choice.decode(step, logits, new)], 1), input_ids.shape[1], end)
     written = decode(
         step,
         input_ids,
         logits,
         sample,
         most=most,
-        end=torch.cat([end.flatten().to(input_ids.device) for end in ends]) if ends else None,
-        pad=0 if pad is None else int(pad),
+        end=end,
+        pad=pad,
         shown=None if streamer is None else streamer.put,
         check_every=1 if isinstance(step, RecordedStep) else CHECK_EVERY,
     )
@@ -199,11 +212,16 @@ def decode(
         if column < most:
             step.ids.copy_(token)
             logits = step()
-    if end is not None:
-        ended = torch.isin(written[:, start:column], end).int()
-        first = torch.where(ended.any(1), ended.argmax(1) + 1, column - start)
-        column = start + int(first.max())
-    return written[:, :column]
+    return _until_ended(written[:, :column], start, end)
+
+
+def _until_ended(written: Tensor, start: int, end: Tensor | None) -> Tensor:
+    """The columns of ids ``[B, n]`` up to where the last row ends, whose own tokens begin at column `start`."""
+    if end is None:
+        return written
+    ended = torch.isin(written[:, start:], end).int()
+    first = torch.where(ended.any(1), ended.argmax(1) + 1, ended.shape[1])
+    return written[:, : start + int(first.max())]
 
 
 RecurrentGeneration.sample_loop = CapturedSampling()

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from longrecall.inference.captured_pass import captured_pass, may_capture, why_no_capture
 from longrecall.layers.access import is_hooked
 from longrecall.layers.descriptions.base import MixerConfig
 from longrecall.models.captured_steps import modules_of, tensors_of
@@ -49,15 +50,21 @@ has faster kernels for attention."""
 
 
 class SegmentReader:
-    """`models.long_texts.TextReader`: segments one after the other."""
+    """`models.long_texts.TextReader`: segments one after the other; short ones captured on a GPU."""
 
     def may_cut(self, source: Tensor) -> bool:
-        return source.shape[0] * source.shape[1] > LEAST_TOKENS[_kind(source.device)]
+        return source.shape[0] * source.shape[1] > LEAST_TOKENS[_kind(source.device)] or may_capture(source)
 
     def read(self, model: RecurrentLM, text: Text, wanted: Wanted) -> Read | None:
         if model.training:
             return None
         rows, columns = text.source.shape[:2]
+        if may_capture(text.source):
+            if why_one_pass(model, text, wanted) is not None or why_no_capture(model, text, wanted) is not None:
+                return None
+            with model.captured_steps.alone() as alone:
+                segment = captured_pass(model, text) if alone else None
+                return None if segment is None else _read(model, Rows(text), Plan(segment.length, segment), wanted)
         if text.documents is not None:
             rows, columns = text.documents.mask.shape
         length = segment_length(model, rows, columns)
@@ -196,16 +203,32 @@ class _Selection:
         return hidden[self.rows[own], self.columns[own] - start], self.numbers[own]
 
 
+class _LastColumns:
+    """The last columns of every row, which are neighbours in a segment: nothing is looked up, and nobody waits."""
+
+    def __init__(self, given: Rows, count: int) -> None:
+        self.first = given.columns - count
+
+    def of(self, hidden: Tensor, start: int) -> tuple[Tensor, slice]:
+        """As `_Selection.of`, the vectors ``[N, m, d]``: a row's numbers are those of its columns that are kept."""
+        first = max(0, self.first - start)
+        begin = start + first - self.first
+        return hidden[:, first:], slice(begin, begin + max(0, hidden.shape[1] - first))
+
+
 def _read(model: RecurrentLM, given: Rows, plan: Plan, wanted: Wanted) -> Read | None:
-    rows, columns, device = given.rows, given.columns, given.source.device
-    everywhere = torch.arange(rows * columns, device=device)
+    rows, columns, device, keep = given.rows, given.columns, given.source.device, wanted.logits_to_keep
     loss = _Loss(model, given, wanted) if wanted.labels is not None and wanted.loss_only else None
-    keep = wanted.logits_to_keep
-    kept = everywhere[:columns][slice(-keep, None) if isinstance(keep, int) else keep]
-    starts = torch.arange(rows, device=device)[:, None] * columns
-    chosen = None if loss is not None else _Selection(given, (starts + kept).flatten())
-    whole = _Selection(given, everywhere) if wanted.hidden_states else None
-    del everywhere
+    chosen: _Selection | _LastColumns | None = None
+    kept = 0
+    if loss is None and isinstance(keep, int) and given.places is None:
+        kept = min(keep or columns, columns)
+        chosen = _LastColumns(given, kept)
+    elif loss is None:
+        every = torch.arange(columns, device=device)[slice(-keep, None) if isinstance(keep, int) else keep]
+        kept = len(every)
+        chosen = _Selection(given, (torch.arange(rows, device=device)[:, None] * columns + every).flatten())
+    whole = _Selection(given, torch.arange(rows * columns, device=device)) if wanted.hidden_states else None
     logits: Tensor | None = None
     streams: list[Tensor] = []
     state = given.state
@@ -218,19 +241,31 @@ def _read(model: RecurrentLM, given: Rows, plan: Plan, wanted: Wanted) -> Read |
             loss.add(hidden, start)
         if chosen is not None:
             vectors, numbers = chosen.of(hidden, start)
-            if len(vectors):
-                piece = model.logit_scale(model.lm_head(vectors))
-                logits = piece.new_empty((rows * len(kept), piece.shape[1])) if logits is None else logits
-                logits[numbers] = piece
+            if vectors.numel():
+                logits = _put(logits, model.logit_scale(model.lm_head(vectors)), numbers, (rows, kept))
         if whole is not None:
             streams = streams or [piece.new_empty((rows * columns, piece.shape[2])) for piece in pieces]
             for stream, piece in zip(streams, pieces, strict=True):
-                vectors, numbers = whole.of(piece, start)
-                stream[numbers] = vectors
+                vectors, own = whole.of(piece, start)
+                stream[own] = vectors
     assert state is not None
-    logits = None if logits is None else logits.view(rows, len(kept), -1)
+    logits = None if logits is None else logits.view(rows, kept, -1)
     value = None if wanted.labels is None else _loss_of(logits, wanted, plan.length) if loss is None else loss.value()
     return Read(logits, value, state, [stream.view(rows, columns, -1) for stream in streams])
+
+
+def _put(logits: Tensor | None, piece: Tensor, own: Tensor | slice, shape: tuple[int, int]) -> Tensor:
+    """Write logits of a segment where they belong; all there are need no copy."""
+    rows, kept = shape
+    if isinstance(own, slice) and own == slice(0, kept):
+        return piece
+    if logits is None:
+        logits = piece.new_empty((rows * kept, piece.shape[-1]))
+    if isinstance(own, slice):
+        logits.view(rows, kept, -1)[:, own] = piece
+    else:
+        logits[own] = piece
+    return logits
 
 
 def _segment(

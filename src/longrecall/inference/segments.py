@@ -158,6 +158,7 @@ class CapturedSegments:
             for layer in model.config.layer_configs()
         ]
         self.logits = torch.zeros(0, device=model.device)
+        self.hidden: dict[Kind, Tensor] = {}
         self.graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self.rests = 0
 
@@ -172,6 +173,8 @@ class CapturedSegments:
         promise = columns_in_order() if self.caches.any else nullcontext()
         with promise, nullcontext() if mask is None else padding_at_the_end(mask):
             hidden, after, _, _ = self.body(embed(ids), before, mask, context=context)
+        # Kept: its memory is not used for anything else then, until another segment is read.
+        self.hidden[kind] = hidden
         last = hidden[:, -1] if mask is None else hidden.index_select(1, self.count - 1)[:, 0]
         logits = self.logit_scale(self.lm_head(last))
         if self.logits.shape != logits.shape:
@@ -251,13 +254,22 @@ class CapturedSegments:
     def read(self, ids: Tensor) -> Tensor:
         """Read ids ``[B, T]`` into `state`; the logits ``[B, vocab]`` of the last, overwritten by the next call."""
         start = 0
-        for kind, columns in self._pieces(ids.shape[1]):
-            self.ids[kind.length][:, :columns].copy_(ids[:, start : start + columns])
-            self.count.fill_(columns)
-            graph = self.graphs.get(kind)
-            if graph is None:
-                self._run(kind)
-            else:
-                graph.replay()
-            start += columns
+        while start < ids.shape[1]:
+            start += self.read_piece(ids, start).shape[1]
         return self.logits
+
+    @torch.no_grad()
+    def read_piece(self, ids: Tensor, start: int) -> Tensor:
+        """Read on in ids ``[B, T]`` from column `start`, where a segment begins: its hidden states ``[B, S, d]``.
+
+        The next call overwrites them.
+        """
+        kind, columns = self._pieces(ids.shape[1])[start // self.longest]
+        self.ids[kind.length][:, :columns].copy_(ids[:, start : start + columns])
+        self.count.fill_(columns)
+        graph = self.graphs.get(kind)
+        if graph is None:
+            self._run(kind)
+        else:
+            graph.replay()
+        return self.hidden[kind][:, :columns]

@@ -6,7 +6,7 @@ This is the one place where a state is written in place: the buffers belong to t
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -68,6 +68,8 @@ class DecodingStep:
         self._clear()
         self._form_tables()
         self.graph: torch.cuda.CUDAGraph | None = None
+        # Of inference/captured_choice.py: what was captured for these logits and ids.
+        self.choices: dict[Any, Any] = {}
 
     def _form_tables(self) -> None:
         form_tables([table for step in self.steps for table in step.tables()])

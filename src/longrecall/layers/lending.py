@@ -28,14 +28,6 @@ def _mixers(layer: nn.Module) -> Iterator[tuple[Any, MixerConfig]]:
             yield cast(Any, module), config
 
 
-def lent_parameters(layers: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    """The parameters of one layer that others read: nobody may drop them while the layers between are run."""
-    for layer in layers:
-        for mixer, config in _mixers(layer):
-            if config.lender is not None:
-                yield from mixer.weights.parameters()
-
-
 def _way_to(owner: nn.Module, inner: nn.Module) -> tuple[nn.Module, ...]:
     """The owner and the modules in it that lead to `inner`, itself the last."""
     path = next(name for name, module in owner.named_modules() if module is inner)

@@ -278,6 +278,10 @@ class Recipe:
                 f"parallel.context ({self.parallel.context}) does not divide data.context_length "
                 f"({self.data.context_length}): every process reads a piece of the same length"
             )
+        if self.parallel.context > 1 and self.run.compile:
+            raise UserError(
+                "run.compile cannot trace what processes of parallel.context tell each other; switch it off"
+            )
         if self.run.precision == "fp16" and self.parallel.shard * self.parallel.context > 1:
             raise UserError(
                 "run.precision fp16 scales its loss, which sharded weights do not take part in; use bf16 or fp32 with "

@@ -16,7 +16,6 @@ from transformers import TrainerCallback, TrainingArguments
 
 from longrecall.errors import UserError
 from longrecall.files import cannot_write, expand_home, remove_temporary
-from longrecall.installing import install_command
 from longrecall.models.checkpoint import Checkpoint, open_checkpoint
 from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.compiling import compiled_layers
@@ -24,6 +23,7 @@ from longrecall.models.loading import materialise, materialise_sharded, parse_dt
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.new_folder import clear_remains
 from longrecall.outputs import claim_folder
+from longrecall.training.arguments import trainer_arguments
 from longrecall.training.checkpoints import (
     STEPS_FOLDER,
     SavedRun,
@@ -85,7 +85,7 @@ def run_recipe(
             return described(summary, prepare_evaluation(recipe, tokenizer))
         if torch.cuda.is_available() and not on_cpu():
             check_devices(torch.cuda.device_count())
-        arguments = _arguments(recipe, output)
+        arguments = trainer_arguments(recipe, output)
         with Place(arguments.process_index, arguments.world_size).together():
             recipe = launched(recipe, arguments.world_size, said)
         place = make_place(recipe.parallel, arguments.process_index, arguments.world_size, arguments.device)
@@ -142,48 +142,6 @@ def _tokenizer(source: Checkpoint) -> Any:
             f"the tokenizer in {source.path} has {len(tokenizer)} tokens, but the model only {source.config.vocab_size}"
         )
     return tokenizer
-
-
-def _arguments(recipe: Recipe, output: Path) -> TrainingArguments:
-    """Trainer's settings: what it may do itself, and that logs and checkpoints are ours."""
-    run = recipe.run
-    report_to = run.report_to
-    if report_to == "auto":
-        report_to = "tensorboard" if importlib.util.find_spec("tensorboard") else "none"
-    elif report_to != "none" and not importlib.util.find_spec(report_to):
-        raise UserError(
-            f"run.report_to is {report_to}, which is not installed; install it with: {install_command(report_to)}, "
-            "or set run.report_to=none"
-        )
-    gpu = torch.cuda.is_available() and not on_cpu()
-    if run.precision == "fp16" and not gpu:
-        raise UserError("run.precision fp16 needs a GPU; use fp32, or bf16")
-    arguments = TrainingArguments(
-        output_dir=str(output),
-        max_steps=1,
-        per_device_train_batch_size=run.batch_size,
-        gradient_accumulation_steps=run.gradient_accumulation,
-        max_grad_norm=recipe.optimizer.clip,
-        learning_rate=recipe.optimizer.learning_rate,
-        bf16=run.precision == "bf16",
-        fp16=run.precision == "fp16",
-        seed=run.seed,
-        report_to=[] if report_to in ("none", "tensorboard") else [report_to],
-        run_name=output.name,
-        use_cpu=not gpu,
-        logging_strategy="no",
-        save_strategy="no",
-        eval_strategy="no",
-        logging_nan_inf_filter=False,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        remove_unused_columns=False,
-        ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,
-    )
-    # One process drives one device: with several visible GPUs Trainer would split batches and lose the states.
-    arguments._n_gpu = min(1, arguments.n_gpu)
-    return arguments
 
 
 def _check_apart(output: Path, source: Path) -> None:

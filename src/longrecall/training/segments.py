@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from longrecall.context import ContextGroup, context_parallel
 from longrecall.layers.mixers.base import LayerState
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
@@ -103,6 +104,12 @@ def _beginning(model: nn.Module) -> Callable[[int], RecurrentState] | None:
     return inner.zero_state if inner.config.memory_tokens else None
 
 
+def _piece(arguments: dict[str, Tensor], context: ContextGroup) -> dict[str, Tensor]:
+    """The arguments of this process's piece of rows ``[B, T]``; documents are told by where they lie in whole rows."""
+    cut = {name: arguments[name].chunk(context.world, dim=1)[context.rank] for name in ("input_ids", "labels")}
+    return arguments | {name: tensor.contiguous() for name, tensor in cut.items()}
+
+
 def read_batch(
     model: nn.Module,
     input_ids: Tensor,
@@ -111,6 +118,7 @@ def read_batch(
     initial: InitialState,
     segments: Segments | None = None,
     see_auxiliary: Callable[[Tensor], None] | None = None,
+    context: ContextGroup | None = None,
 ) -> Tensor:
     """Read a batch from the states that `initial` chooses and show `initial` where it ended; return the mean loss.
 
@@ -120,6 +128,8 @@ def read_batch(
         input_ids, labels: int64 ``[B, T]`` on the model's device.
         text: bool ``[B]``: the rows of running text.
         segments: the documents to keep apart; None = every row is read as one text.
+        context: the processes that share the rows, all of which call this with the same ones; each reads its piece.
+            The loss is that of the whole rows, its gradient that of this process's part. None = rows are whole.
     """
     arguments = {"input_ids": input_ids, "labels": labels} if segments is None else segments.inputs(input_ids, labels)
     if segments is None:
@@ -129,7 +139,11 @@ def read_batch(
         before = None if before is None else segments.spread(before, initial.continues, _beginning(model))
     else:
         before = initial.before_batch(text[segments.row], segments.row)
-    out = model(**arguments, past_key_values=before, loss_only=True)
+    if context is None:
+        out = model(**arguments, past_key_values=before, loss_only=True)
+    else:
+        with context_parallel(context):
+            out = model(**_piece(arguments, context), past_key_values=before, loss_only=True)
     final: RecurrentState = out.past_key_values
     initial.after_batch(segments.ends(final) if segments is not None and initial.by_row else final)
     loss: Tensor = out.loss

@@ -174,17 +174,29 @@ class RecurrentTrainer(Trainer):
         segments = Segments.of(starts, batch["input_ids"].shape[1]) if apart else None
         auxiliary: list[Tensor] = []
         with self.compute_loss_context_manager():
-            mean = read_batch(model, batch["input_ids"], batch["labels"], text, job.initial, segments, auxiliary.append)
+            mean = read_batch(
+                model,
+                batch["input_ids"],
+                batch["labels"],
+                text,
+                job.initial,
+                segments,
+                auxiliary.append,
+                job.processes.context,
+            )
         job.watch.see("loss", step, self._place, mean)
-        # The model returns a mean over the labels of this micro-batch; data parallelism averages over the processes.
+        # The model returns a mean over the labels of this micro-batch; gradients are averaged over all processes. Those
+        # of a context group have one loss, each with the gradient of its own piece.
         share = label_count(batch["labels"]) * job.processes.world / num_items_in_batch.clamp(min=1)
         loss: Tensor = mean * share
         self.micro_batches_left -= 1
         self._backward(loss, last=self.micro_batches_left == 0)
-        self.loss_sum += loss.detach()
+        counted = share / job.processes.context_world
+        shown: Tensor = mean.detach() * counted
+        self.loss_sum += shown
         for own in auxiliary:
-            self.auxiliary_sum = own * share + (0.0 if self.auxiliary_sum is None else self.auxiliary_sum)
-        return loss.detach()
+            self.auxiliary_sum = own * counted + (0.0 if self.auxiliary_sum is None else self.auxiliary_sum)
+        return shown
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         """Add to the gradients; after the `last` micro-batch of a step they are those of all processes."""

@@ -13,6 +13,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -142,8 +143,11 @@ def main() -> None:
     agreement.PATIENCE = 0.3
     plan = Path(sys.argv[1])
     ends = []
-    for number, run in enumerate(json.loads(plan.read_text())["runs"]):
-        port = json.loads(plan.read_text())["port"] + number
+    for run in json.loads(plan.read_text()):
+        # Now, and not at the beginning: a port that is free then may be somebody's by now.
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
         ends.append(on_processes({**run, "port": port}))
         plan.with_suffix(".ends").write_text(json.dumps(ends))
 

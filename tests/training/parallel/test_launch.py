@@ -90,3 +90,14 @@ def test_bad_launches(folder: Path, words: tuple[str, ...], change: tuple[str, .
     assert line in said[0]
     assert "exitcode  : 2" in done.stderr
     assert not (folder / "out").exists() or not list((folder / "out").iterdir())
+
+
+def test_the_benchmark(tmp_path: Path) -> None:
+    """Its rows are those of real launches; a GPU run only takes larger models."""
+    script = Path(__file__).parents[3] / "benchmarks" / "gpu_parallel.py"
+    words = ("--tiny", "--gpus", "2", "--warmup", "1", "--steps", "2", "--out", "b.json", "--only", "FSDP2")
+    done = start(tmp_path, str(script), *words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert row["tokens_per_second"] > 0
+    assert row["losses"][1] < row["losses"][0]

@@ -257,17 +257,20 @@ def filled_state(
 ) -> RecurrentState | None:
     """Return the zero state with ``fill(layer, name, zeros)`` in the chosen rows; None when no row is chosen.
 
-    In a model with memory tokens the zero state is what these leave.
+    In a model with memory tokens the zero state is what these leave, which is returned then.
 
     Args:
         chosen: bool ``[B]`` on the CPU.
         convolution: convolution states are filled too.
         fill: gets the zeros ``[B, ...]`` that it replaces, for their shape, dtype and device.
     """
-    if not bool(chosen.any()):
+    # Sharded weights are gathered by all processes together, in the backward pass too. So each reads memory tokens in
+    # the same place, whichever of its rows get a state.
+    alike = bool(model.config.memory_tokens)
+    if not bool(chosen.any()) and not alike:
         return None
     zero = model.zero_state(len(chosen))
-    keep = None if bool(chosen.all()) else chosen.to(zero.position.device)
+    keep = None if bool(chosen.all()) and not alike else chosen.to(zero.position.device)
     layers: list[LayerState] = [dict(layer) for layer in zero.layers]
     for index, name, empty in each_tensor(zero.layers, convolution):
         tensor = fill(index, name, empty).to(empty.dtype)

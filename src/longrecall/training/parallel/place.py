@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longrecall.context import ContextGroup
 from longrecall.errors import RefusedTogether, UserError
 from longrecall.training.recipe import ParallelRecipe
 
@@ -32,6 +33,7 @@ class Place:
         replicate, shard, context_world: sizes of the mesh; their product is `world`.
         mesh: `MESH` over all processes; None for a single process.
         weights_mesh: `WEIGHTS_MESH`; None where every process has all weights.
+        context: the processes that share this one's rows; None = rows are whole.
     """
 
     rank: int = 0
@@ -41,6 +43,7 @@ class Place:
     context_world: int = 1
     mesh: DeviceMesh | None = None
     weights_mesh: DeviceMesh | None = None
+    context: ContextGroup | None = None
 
     @property
     def data_rank(self) -> int:
@@ -144,7 +147,8 @@ def make_place(recipe: ParallelRecipe, rank: int, world: int, device: torch.devi
     weights = None
     if pieces > 1:
         weights = init_device_mesh(device.type, (replicate, pieces), mesh_dim_names=WEIGHTS_MESH)
-    return Place(rank, world, replicate, recipe.shard, recipe.context, mesh, weights)
+    context = ContextGroup.of(mesh.get_group("context")) if recipe.context > 1 else None
+    return Place(rank, world, replicate, recipe.shard, recipe.context, mesh, weights, context)
 
 
 def replicas(recipe: ParallelRecipe, world: int) -> int:

@@ -11,10 +11,9 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from longrecall.layers.lending import lent_parameters
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.training.parallel.place import Place
 
@@ -25,9 +24,9 @@ COMPUTED = {"fp32": None, "bf16": torch.bfloat16}
 def shard_model(model: RecurrentLM, place: Place, precision: str = "fp32") -> None:
     """Shard a model in place over the processes of `place`, which all call this; it may be on the meta device.
 
-    Every layer is a unit of its own. The rest (embeddings, final norm, head) and the weights that layers lend to each
-    other are gathered from the beginning of the forward to the end of the backward pass, in their own type: the
-    residual stream has the precision that it has in one process.
+    Every layer is a unit of its own; a layer that borrows weights of another one enters that one to use them. The rest
+    (embeddings, final norm, head) is gathered from the beginning of the forward to the end of the backward pass, in its
+    own type: the residual stream has the precision that it has in one process.
 
     Args:
         model: on the device that this process computes on, or on meta.
@@ -37,18 +36,18 @@ def shard_model(model: RecurrentLM, place: Place, precision: str = "fp32") -> No
     """
     if place.weights_mesh is None:
         raise ValueError("there is nothing to shard over: shard x context is 1")
-    layers = list(model.model.layers)
     # Autocast and the layers themselves cast what they read; FSDP would round the residual stream and the states.
     whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     inside = MixedPrecisionPolicy(COMPUTED[precision], torch.float32, cast_forward_inputs=False)
     if model.dtype == torch.float64:
         whole = inside = MixedPrecisionPolicy(cast_forward_inputs=False)
-    lent = set(lent_parameters(layers))
     # With one copy of the weights the mesh has one dimension: torch's plain FSDP.
     mesh = place.weights_mesh if place.replicate > 1 else place.weights_mesh["weights"]
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=inside, ignored_params=lent)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=inside)
     fully_shard(model, mesh=mesh, mp_policy=whole)
+    # Memory tokens are read by all layers before a batch is.
+    register_fsdp_forward_method(model, "zero_state")
 
 
 def as_sharded(model: nn.Module) -> FSDPModule:
@@ -78,21 +77,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def as_held(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return this process's part of a whole value that belongs to a parameter, spread in the same way."""
-    rows = own_rows(parameter)
-    if rows is None or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
-        return value  # also the count of steps
-    return DTensor.from_local(
-        value[slice(*rows)].contiguous(),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
 def gathered_weights(model: RecurrentLM, keep: bool) -> dict[str, Tensor]:
     """Return all weights and buffers on the CPU, gathered one by one; all processes call this.
 
@@ -109,9 +93,14 @@ def gathered_weights(model: RecurrentLM, keep: bool) -> dict[str, Tensor]:
 
 def average_replicated(parameters: Iterable[nn.Parameter]) -> None:
     """Average over all processes the gradients of parameters that FSDP does not own: learned initial states."""
-    gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
-    if not gradients:
+    own = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
+    if not own:
         return
+    for parameter in own:
+        if parameter.grad is None:
+            # Of the ranks of a context group only the first reads the initial state; all take part in the sum.
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [cast(Tensor, parameter.grad) for parameter in own]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     torch.distributed.all_reduce(flat)
     flat /= torch.distributed.get_world_size()
