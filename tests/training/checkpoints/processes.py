@@ -26,6 +26,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 
 from longrecall.cli import main as cli
+from longrecall.training import run as training_run
 from longrecall.training.checkpoints import saver, shards
 from longrecall.training.parallel import agreement
 from longrecall.training.trainer import RecurrentTrainer
@@ -140,15 +141,16 @@ def on_processes(run: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    agreement.PATIENCE = 0.3
+    # What people get time for.
+    agreement.PATIENCE, cli._AFTER_THE_FIRST, training_run._PATIENCE = 0.3, 0.1, 0.5
     plan = Path(sys.argv[1])
     ends = []
-    for run in json.loads(plan.read_text()):
+    for planned in json.loads(plan.read_text()):
         # Now, and not at the beginning: a port that is free then may be somebody's by now.
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        ends.append(on_processes({**run, "port": port}))
+        ends.append(on_processes({**planned, "port": port}))
         plan.with_suffix(".ends").write_text(json.dumps(ends))
 
 
