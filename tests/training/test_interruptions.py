@@ -14,8 +14,7 @@ from torch import Tensor
 
 from longrecall.errors import UserError
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.training.checkpoints import drop_old, find_saved_runs, step_folder
-from longrecall.training.data import Batch, BatchStream
+from longrecall.training.checkpoints import Saver, drop_old, find_saved_runs, step_folder
 from longrecall.training.recipe import Recipe
 from longrecall.training.run import run_recipe
 from tests.training.runs import Killed, equal, kill_after, train, weights
@@ -190,16 +189,15 @@ def test_nan_gradient_stops_the_run(make_recipe: MakeRecipe, monkeypatch: pytest
 def test_no_space_left_while_saving(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit on the size of files stands in for a full disk: the system itself refuses the write."""
     recipe = make_recipe("run.save_every=2")
-    original = BatchStream.next_batch
-    calls = iter(range(100))
+    original = Saver._copy
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def filling(self: BatchStream) -> Batch:
-        if next(calls) == 7:
+    def filling(self: Saver, step: int, *arguments: Any) -> Any:
+        if step == 4:
             resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
-        return original(self)
+        return original(self, step, *arguments)
 
-    monkeypatch.setattr(BatchStream, "next_batch", filling)
+    monkeypatch.setattr(Saver, "_copy", filling)
     try:
         with pytest.raises(UserError, match=r"cannot save step 4: .*; last good checkpoint: .*step-00000002") as caught:
             train(recipe)

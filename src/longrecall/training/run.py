@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,31 +16,26 @@ from transformers import TrainerCallback, TrainingArguments
 
 from longrecall.errors import UserError
 from longrecall.files import cannot_write, expand_home, remove_temporary
-from longrecall.models.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint
+from longrecall.models.checkpoint import Checkpoint, open_checkpoint
 from longrecall.models.checkpoint_tokenizer import load_tokenizer
 from longrecall.models.compiling import compiled_layers
 from longrecall.models.loading import materialise, materialise_sharded, parse_dtype
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.models.state import RecurrentState, zero_state
 from longrecall.new_folder import clear_remains
 from longrecall.outputs import claim_folder
-from longrecall.surgery.handover import handover_layers
 from longrecall.training.arguments import trainer_arguments
 from longrecall.training.checkpoints import (
     STEPS_FOLDER,
     SavedRun,
-    checkpoint_fingerprint,
     clear_partial,
-    disk_errors,
     find_saved_runs,
-    write_final,
-    write_model,
 )
 from longrecall.training.data import BatchStream
-from longrecall.training.evaluation import described, ended, parted_log, prepare_evaluation, resumed
+from longrecall.training.evaluation import described, ended, prepare_evaluation, resumed
 from longrecall.training.evaluation_steps import BEST_FOLDER, clear_best
-from longrecall.training.initial_states import Learned, make_initial_state, sum_of
-from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch, write_result
+from longrecall.training.finishing import FINAL_FOLDER, LEARNED_STATE_FILE, finish
+from longrecall.training.initial_states import make_initial_state, sum_of
+from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch
 from longrecall.training.optimizer import freeze_parameters
 from longrecall.training.parallel.agreement import check_same_run, check_shared_folder
 from longrecall.training.parallel.launcher import apart_from_launcher, check_devices, launched, on_cpu, world_size
@@ -53,14 +46,13 @@ from longrecall.training.summary import TrainingSummary, plan, recipe_groups
 from longrecall.training.trainer import Job, RecurrentTrainer, RunCallback
 from longrecall.version import __version__
 
-FINAL_FOLDER = "final"
-LEARNED_STATE_FILE = "initial_state.safetensors"
-"""Beside `FINAL_FOLDER`: a learned initial state, for ``generate --load-state``."""
 TENSORBOARD_FOLDER = "tensorboard"
 _MARKS = (STEPS_FOLDER, FINAL_FOLDER, LOG_FILE, RESULT_FILE)
 """A folder with any of these holds a run."""
 _OF_A_RUN = (*_MARKS, BEST_FOLDER, LEARNED_STATE_FILE, TENSORBOARD_FOLDER)
 _ELSEWHERE = "choose another run.output"
+_PATIENCE = 5.0
+"""Seconds that a failed process of several waits for the checkpoint that is being written."""
 
 
 def run_recipe(
@@ -127,7 +119,7 @@ def run_recipe(
                 else:
                     with place.together():
                         job.restore_initial(saved.share_of(place))
-                return _finish(job, summary, clock.seconds())
+                return finish(job, summary, clock.seconds())
 
 
 def _source(recipe: Recipe, output: Path) -> tuple[Checkpoint, Any]:
@@ -271,6 +263,10 @@ def _train(job: Job, arguments: TrainingArguments) -> None:
             # FSDP would not see a change in place of views among what a layer returns; nobody makes one.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
             trainer.train()
+    except RuntimeError:
+        # Another process may have died: what writes a checkpoint with it would wait for ever, and others for this one.
+        around.close(patience=None if job.processes.world == 1 else _PATIENCE)
+        raise
     finally:
         around.close()
 
@@ -286,66 +282,6 @@ def _tensorboard(output: Path) -> list[TrainerCallback]:
         # TensorBoard's own protobuf code warns about itself.
         warnings.simplefilter("ignore")
         return [TensorBoardCallback(SummaryWriter(log_dir=str(output / TENSORBOARD_FOLDER)))]
-
-
-def _finish(job: Job, summary: TrainingSummary, seconds: float) -> TrainingSummary:
-    """Write the final checkpoint and training.json; return the completed summary."""
-    rows = [row for row in job.log.rows if "loss" in row]
-    job.set_handover(job.steps)
-    learned = job.initial if isinstance(job.initial, Learned) else None
-    done = replace(
-        described(summary, job.evaluation),
-        resumed_from=job.saved.step if job.saved is not None else 0,
-        first_loss=rows[0]["loss"] if rows else None,
-        last_loss=rows[-1]["loss"] if rows else None,
-        seconds=round(seconds, 3),
-        initial_state=str(job.output / LEARNED_STATE_FILE) if learned is not None else None,
-    )
-    if learned is not None:
-        learned.release()
-    with job.processes.together():
-        if job.processes.first:
-            _write_results(job, learned, done)
-    return done
-
-
-def _write_results(job: Job, learned: Learned | None, summary: TrainingSummary) -> None:
-    """Write what a run leaves beside its steps: the final checkpoint, a learned state, training.json."""
-    final = job.output / FINAL_FOLDER
-    streamed = job.processes.sharded or bool(handover_layers(job.model.config))
-    with disk_errors("the final checkpoint", job.watch.last_good):
-        if streamed:
-            write_final(find_saved_runs(job.output)[-1].folder, final, force=True)
-        else:
-            with CheckpointWriter(final, force=True) as writer:
-                write_model(writer, job.model, job.source, job.tokenizer)
-    trained = open_checkpoint(final)
-    fingerprint = checkpoint_fingerprint(trained) if streamed else job.model.fingerprint()
-    if learned is not None:
-        zero = _zero_state(trained) if streamed else job.model.zero_state(1)
-        learned.save(job.output / LEARNED_STATE_FILE, zero, fingerprint)
-    body = {
-        "checkpoint": {
-            "path": str(final),
-            "fingerprint": fingerprint,
-            "parameters": sum(math.prod(shape) for shape in trained.config.tensor_shapes().values()),
-            "state_size": trained.config.state_size(),
-            "surgery": trained.surgery,
-        },
-        "source": {"path": str(job.source.path), "sha256": job.source.sha256()},
-        "recipe": job.recipe.to_dict(),
-        **parted_log(job.log.rows, job.evaluation),
-        "summary": summary.to_dict(),
-    }
-    write_result(job.output / RESULT_FILE, body)
-
-
-def _zero_state(checkpoint: Checkpoint) -> RecurrentState:
-    """What one row of the model of a checkpoint starts from; only memory tokens need the model to be read."""
-    if checkpoint.config.memory_tokens:
-        return materialise(checkpoint).zero_state(1)
-    dtype = checkpoint.dtype("model.embeddings.weight")
-    return zero_state(checkpoint.config, 1, torch.device("cpu"), dtype)
 
 
 @contextmanager

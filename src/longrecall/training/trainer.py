@@ -392,8 +392,8 @@ class RunCallback(TrainerCallback):
         self._saver.wait()
         self.close()
 
-    def close(self) -> None:
-        """Close the progress bar and the thread that writes checkpoints, also after an error."""
-        self._saver.close()
+    def close(self, patience: float | None = None) -> None:
+        """Close the progress bar; wait, no longer than `patience` seconds, for the checkpoint that is being written."""
+        self._saver.close(patience)
         if self._bar is not None:
             self._bar.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,8 @@ class FiniteWatch:
     def __init__(self) -> None:
         self._pending: list[_Seen] = []
         self.last_good = "none yet"
+        self.before_error: Callable[[], None] = lambda: None
+        """Called before the error: lets a checkpoint that is being written become the last good one."""
 
     def see(self, what: str, step: int, place: str, value: Tensor) -> None:
         """Take the scalar `value` ("loss", "gradient norm") of 1-based `step`, computed from the data at `place`."""
@@ -47,6 +49,7 @@ class FiniteWatch:
         if bool(finite.all()):
             return
         bad = pending[int(finite.to(torch.int8).argmin())]
+        self.before_error()
         raise UserError(
             f"the {bad.what} is {float(bad.value)} in step {bad.step} ({bad.place}); last good checkpoint: "
             f"{self.last_good}; lower optimizer.learning_rate or optimizer.touched, or look at that data"

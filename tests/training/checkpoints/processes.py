@@ -3,7 +3,8 @@
     python processes.py PLAN.json
 
 Everything is imported once; every run forks its processes from here. The plan is a list of runs; each gets its exit
-codes by rank (-9 = killed), what each process said, and the seconds from the kill to the end of the last process.
+codes by rank (-9 = killed, -99 = hung), what each process said, and the seconds from the kill, or from the beginning of
+training, to the end of the last process.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -24,6 +26,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 
 from longrecall.cli import main as cli
+from longrecall.training import run as training_run
 from longrecall.training.checkpoints import saver, shards
 from longrecall.training.parallel import agreement
 from longrecall.training.trainer import RecurrentTrainer
@@ -62,7 +65,7 @@ TROUBLE: dict[str, Callable[[int], None]] = {
     "save": lambda number: before(saver.Saver, "save", number, die),
     "shard": lambda number: before(shards, "save_file", number, half_a_file),
     "publish": lambda number: before(saver.Saver, "_publish", number, die),
-    "full": lambda number: before(saver.Saver, "save", number, no_space),
+    "full": lambda number: before(saver.Saver, "_copy", number, no_space),
 }
 
 
@@ -81,11 +84,17 @@ def child(run: dict[str, Any], rank: int, said: Path) -> int:
     return cli.main(["train", *run["words"]])
 
 
+def text_of(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
 def on_processes(run: dict[str, Any]) -> dict[str, Any]:
     """Fork the processes of a run and see how they end."""
     os.chdir(run["folder"])
     said = [Path(f"said-{rank}.txt").resolve() for rank in range(run["world"])]
     children = []
+    for path in said:
+        path.unlink(missing_ok=True)
     for rank in range(run["world"]):
         pid = os.fork()
         if not pid:
@@ -100,11 +109,16 @@ def on_processes(run: dict[str, Any]) -> dict[str, Any]:
                 os._exit(code)
         children.append(pid)
     began, codes = time.monotonic(), {}
-    killed = None
+    began_training: float | None = None
+    kill, log = run.get("kill", {"row": 0}), Path(run["output"]) / "log.jsonl"
+    killed: float | None = None
     while len(codes) < len(children):
         now = time.monotonic() - began
-        if "kill" in run and killed is None and now >= run["kill"]["seconds"]:
-            os.kill(children[run["kill"]["rank"]], signal.SIGKILL)
+        # Who waits for one that died before all had found each other is ended by the launcher, which is not here.
+        if began_training is None and "train:" in text_of(said[0]) and text_of(log).count("\n") >= kill["row"]:
+            began_training = now
+        if "rank" in kill and killed is None and now - (began_training or now) > kill["seconds"]:
+            os.kill(children[kill["rank"]], signal.SIGKILL)
             killed = now
         for rank, pid in enumerate(children):
             if rank not in codes and (status := os.waitpid(pid, os.WNOHANG))[0]:
@@ -120,19 +134,23 @@ def on_processes(run: dict[str, Any]) -> dict[str, Any]:
     ended = time.monotonic() - began
     return {
         "codes": [codes[rank] for rank in range(len(children))],
-        "said": [path.read_text(errors="replace") if path.exists() else "" for path in said],
-        "seconds": ended - (killed or 0.0),
+        "said": [text_of(path) for path in said],
+        "seconds": ended - (killed or began_training or 0.0),
     }
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    agreement.PATIENCE = 0.3
+    # What people get time for.
+    agreement.PATIENCE, cli._AFTER_THE_FIRST, training_run._PATIENCE = 0.3, 0.1, 0.5
     plan = Path(sys.argv[1])
     ends = []
-    for number, run in enumerate(json.loads(plan.read_text())["runs"]):
-        port = json.loads(plan.read_text())["port"] + number
-        ends.append(on_processes({**run, "port": port}))
+    for planned in json.loads(plan.read_text()):
+        # Now, and not at the beginning: a port that is free then may be somebody's by now.
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        ends.append(on_processes({**planned, "port": port}))
         plan.with_suffix(".ends").write_text(json.dumps(ends))
 
 

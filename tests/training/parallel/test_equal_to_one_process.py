@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -81,12 +80,9 @@ def write_case(folder: Path, base: Path, text: Path, world: int, case: dict[str,
 
 
 def run_worker(*folders: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
-        [sys.executable, str(WORKER), str(port), *map(str, folders)],
+        [sys.executable, str(WORKER), *map(str, folders)],
         env=environment, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-12000:]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,9 +58,16 @@ def train(folder: Path) -> None:
     torch.save(jobs[0].initial.state_dict(), folder / f"state-{rank}.pt")
 
 
-def on_processes(world: int, port: int, work: Callable[[], None]) -> None:
+def free_port() -> int:
+    """A port that nobody uses now; one kept since the beginning, or the next one, may be somebody's by then."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def on_processes(world: int, work: Callable[[], None]) -> None:
     """Run `work` in `world` forked processes with torchrun's variables; SystemExit when one fails."""
-    children = []
+    children, port = [], free_port()
     for rank in range(world):
         child = os.fork()
         if not child:
@@ -87,16 +95,16 @@ def on_processes(world: int, port: int, work: Callable[[], None]) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     agreement.PATIENCE = 0.3
-    port, folders = int(sys.argv[1]), [Path(name) for name in sys.argv[2:]]
+    folders = [Path(name) for name in sys.argv[1:]]
     worlds = {folder: int((folder / "world").read_text()) for folder in folders}
-    for offset, world in enumerate(sorted(set(worlds.values()))):
+    for world in sorted(set(worlds.values())):
         mine = [folder for folder in folders if worlds[folder] == world]
 
         def work(mine: list[Path] = mine) -> None:
             for folder in mine:
                 train(folder)
 
-        on_processes(world, port + offset, work)
+        on_processes(world, work)
 
 
 if __name__ == "__main__":

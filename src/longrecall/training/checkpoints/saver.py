@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -60,6 +61,8 @@ class Saver:
     `save` returns when everything has been copied; a thread writes it. A second `save` waits for the first. What the
     disk says against it comes out of the next `save`, `settle` or `wait`, in every process.
 
+    All processes of a run make theirs together, before training begins.
+
     Args:
         output: of the run.
         keep: so many complete checkpoints stay.
@@ -81,10 +84,14 @@ class Saver:
     ) -> None:
         self._output, self._keep, self._source, self._tokenizer = output, keep, source, tokenizer
         self._model, self._processes, self._watch = model, processes, watch
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saver")
+        watch.before_error = self._let_finish
         self._step = 0
         self._pending: Future[None] | None = None
         self._group: ProcessGroup | None = None
+        if torch.distributed.is_initialized():
+            # Of its own: the thread must not get between the messages of training. On the CPU, as what it sends is.
+            # Made now: while processes look for each other, one that dies is waited for.
+            self._group = torch.distributed.new_group(backend="gloo")
 
     def save(self, step: int, optimizer: torch.optim.Optimizer, own: ProcessState, state: Mapping[str, Any]) -> None:
         """Begin to save a step.
@@ -99,11 +106,19 @@ class Saver:
             UserError: the step before could not be saved.
         """
         self.wait()
-        if self._group is None and torch.distributed.is_initialized():
-            # Of its own: the thread must not get between the messages of training. On the CPU, as what it sends is.
-            self._group = torch.distributed.new_group(backend="gloo")
         snapshot = self._copy(step, optimizer, own, state)
-        self._step, self._pending = step, self._thread.submit(self._write, snapshot)
+        done: Future[None] = Future()
+
+        def write() -> None:
+            try:
+                self._write(snapshot)
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._step, self._pending = step, done
+        # A daemon: where another process has died, what waits for it must not keep this one.
+        threading.Thread(target=write, name="saver", daemon=True).start()
 
     def wait(self) -> None:
         """Return when what was begun is saved; raise UserError when it could not be."""
@@ -117,10 +132,18 @@ class Saver:
         if self._pending is not None and mean(torch.tensor(float(self._pending.done()))) == 1.0:
             self.wait()
 
-    def close(self) -> None:
-        """End the thread when it has written what was begun, also after an error, and say nothing of its own."""
-        self._thread.shutdown(wait=True)
-        self._pending = None
+    def close(self, patience: float | None = None) -> None:
+        """Let the thread write what was begun, also after an error, and say nothing of its own.
+
+        `patience`: seconds after which it is left alone; None = it is waited for.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            wait([pending], timeout=patience)
+
+    def _let_finish(self) -> None:
+        if self._pending is not None:
+            wait([self._pending])
 
     def _copy(
         self, step: int, optimizer: torch.optim.Optimizer, own: ProcessState, state: Mapping[str, Any]
