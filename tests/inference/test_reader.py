@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from longrecall.inference import reader
 from longrecall.inference.reader import segment_length, why_one_pass
+from longrecall.models import state as state_of_models
 from longrecall.models.long_texts import Text, Wanted
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
@@ -208,6 +209,17 @@ def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> 
     # Of every token its id, and with a loss its label and its place among those that have one.
     assert peaks["logits", 8192] < 1.1 * peaks["logits", 2048] + 8 * 4 * 8192
     assert peaks["loss", 8192] < 1.1 * peaks["loss", 2048] + 8 * 12 * 8192
+
+
+def test_a_state_keeps_no_text_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last inputs of a convolution are a view of all of them, which a state would keep in every layer."""
+    monkeypatch.setattr(state_of_models, "LARGE", 0)
+    for name, mixer in MIXERS.items():
+        model = model_of(mixer)
+        with torch.no_grad():
+            layers = model(ids_of(2, 40)).past_key_values.layers
+        kept = {key: (x.untyped_storage().nbytes(), x.nbytes) for layer in layers for key, x in layer.items()}
+        assert all(memory <= own for memory, own in kept.values()), (name, kept)
 
 
 def test_lengths_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:

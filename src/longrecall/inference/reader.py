@@ -32,7 +32,7 @@ from longrecall.ops.execution import choices_noted, context, shapes_are_fixed, s
 WORKSPACE = {"cpu": 64 << 20, "cuda": 2 << 30}
 """Bytes that the activations of a segment may take, about, by the type of device; others as "cuda"."""
 
-LEAST_TOKENS = {"cpu": 1024, "cuda": 32768}
+LEAST_TOKENS = {"cpu": 1024, "cuda": 65536}
 """Tokens of all rows in a segment at least: with fewer a GPU waits for launches, and a CPU for Python."""
 
 LEAST_COLUMNS = 256

@@ -36,10 +36,10 @@ from longrecall.models.pieces import (
 from longrecall.models.pretrained import RecurrentPreTrainedModel
 from longrecall.models.recurrent_layer import RecurrentLayer as RecurrentLayer
 from longrecall.models.sizes import norm_config
-from longrecall.models.state import RecurrentState, zero_state
+from longrecall.models.state import RecurrentState, apart_from_text, zero_state
 from longrecall.models.token_ids import check_form, check_range, embedded, padding_mask
 from longrecall.ops.borders import whole_sequences
-from longrecall.ops.execution import as_states_are_read_now, with_row_pieces
+from longrecall.ops.execution import as_states_are_read_now, shapes_are_fixed, with_row_pieces
 
 
 class RecurrentModel(RecurrentPreTrainedModel):
@@ -159,6 +159,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         hidden: list[Tensor] = []
         losses: list[Tensor] = []
         update: Tensor | None = None
+        apart = not (torch.is_grad_enabled() or shapes_are_fixed(x.device))
         for index, layer in enumerate(self.layers):
             checkpointed = self.gradient_checkpointing and self.training
             # A sum is made here where it is returned, or all that is kept of a layer; and for compiled layers, of which
@@ -185,7 +186,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
             if carried is not None:
                 after, passed = without_carried(after)
                 carried = {**carried, **passed}
-            new_layers.append(after)
+            new_layers.append(apart_from_text(after) if apart else after)
             losses += own_losses
         return new_layers, (x, update), hidden, losses
 

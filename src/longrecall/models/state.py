@@ -156,6 +156,18 @@ class RecurrentState:
         return cls(tuple(layers), tensors["position"].to(model.device), json.loads(metadata["length"]), context)
 
 
+LARGE = 1 << 20
+"""Bytes beside a state's own from which on a copy is worth a launch."""
+
+
+def apart_from_text(layer: LayerState) -> LayerState:
+    """The same state, without the memory of a whole text that some of its tensors are views of.
+
+    The last inputs of a convolution are a view of all of them: 8 KiB that would keep 64 MiB alive, in every layer.
+    """
+    return {name: x.clone() if x.untyped_storage().nbytes() - x.nbytes > LARGE else x for name, x in layer.items()}
+
+
 def zero_state(config: RecurrentConfig, rows: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
     """Return the zero state of a model, as far as its config says it: memory tokens are not read.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longrecall.layers.mixers.base import LayerState
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.models.state import RecurrentState
+from longrecall.models.state import RecurrentState, apart_from_text
 from longrecall.training.initial_states.base import (
     AttentionWindow,
     BatchRows,
@@ -55,11 +55,13 @@ class StatePassing:
     def after_batch(self, final: RecurrentState) -> None:
         """Keep what the next batch may start from."""
         self._carried = tuple(
-            {
-                name: clip_heads(tensor.detach(), self._recipe.clip_norm if is_recurrent(name) else None)
-                for name, tensor in layer.items()
-                if takes_part(name, self._recipe.convolution)
-            }
+            apart_from_text(
+                {
+                    name: clip_heads(tensor.detach(), self._recipe.clip_norm if is_recurrent(name) else None)
+                    for name, tensor in layer.items()
+                    if takes_part(name, self._recipe.convolution)
+                }
+            )
             | window
             for layer, window in zip(final.layers, self._window.newest(final.layers), strict=True)
         )

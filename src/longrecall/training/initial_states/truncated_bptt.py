@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longrecall.layers.mixers.base import LayerState
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.models.state import RecurrentState
+from longrecall.models.state import RecurrentState, apart_from_text
 from longrecall.training.initial_states.base import (
     AttentionWindow,
     BatchRows,
@@ -71,6 +71,7 @@ class TruncatedBptt:
         windows = self._window.newest(final.layers)
         for index, layer in enumerate(final.layers):
             kept = {name: t.detach() for name, t in layer.items() if takes_part(name, self._recipe.convolution)}
+            kept = apart_from_text(kept)
             kept |= windows[index]
             if not every and old:
                 kept = {name: keep_rows(t, text, old[index][name]) for name, t in kept.items()}
