@@ -19,6 +19,9 @@ MAY_READ_THE_ENVIRONMENT = {
     "models/compiling.py": "CXX, the compiler that torch.compile looks for",
     "evaluation/harness/entries.py": "sets a variable of lm-eval's for as long as a task is built",
     "evaluation/harness/files.py": "asks where the user's cache is",
+    "errors.py": "the rank, as one process of a launch speaks for all",
+    "training/prefetch.py": "sets a variable of tokenizers' for as long as processes are started",
+    "training/parallel/launcher.py": "what torchrun and accelerate launch say",
     "demo/processes.py": "hands it on to a process of its own",
 }
 

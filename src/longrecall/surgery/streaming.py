@@ -37,17 +37,19 @@ def write_checkpoint(
     *,
     force: bool,
     with_code: bool = False,
-    max_shard_bytes: int = checkpoint.DEFAULT_SHARD_BYTES,
+    max_shard_bytes: int | None = None,
 ) -> None:
     """Write a native checkpoint to `dst` with `source`'s companion files, a fresh model card and surgery records.
 
-    With `with_code` it brings code along by which transformers finds longrecall. In memory are `max_shard_bytes`.
+    With `with_code` it brings code along by which transformers finds longrecall. In memory are `max_shard_bytes`
+    (None = `checkpoint.DEFAULT_SHARD_BYTES`).
 
     `tensors` is consumed one at a time; `records` is called last, since a source hash reads every file. Raises
     UserError when `dst` cannot take it, before the first tensor is read; `dst` ends complete or as it was.
     """
     check_places(source.path, dst)
-    with checkpoint.CheckpointWriter(dst, force=force, max_shard_bytes=max_shard_bytes) as writer:
+    most = checkpoint.DEFAULT_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
+    with checkpoint.CheckpointWriter(dst, force=force, max_shard_bytes=most) as writer:
         writer.set_config(config)
         for name, tensor in tensors:
             writer.add(name, tensor)
