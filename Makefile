@@ -1,7 +1,7 @@
 # make install | demo | test | lint. With a GPU: make install CONSTRAINTS= EXTRAS=gpu,report,data,logging,dev
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= report,data,logging,eval,peft,dev
+EXTRAS ?= report,data,logging,eval,peft,serve,dev
 CONSTRAINTS ?= constraints.txt
 PIP_ARGS ?=
 WORKERS ?= 3

@@ -31,12 +31,12 @@ FILES = sorted(SOURCE.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 HEIGHT = {"ops": 0, "layers": 1, "models": 2, "inference": 3, "demo": 5, "cli": 6} | dict.fromkeys(
-    ("surgery", "export", "training", "evaluation", "diagnostics", "report", "sweep"), 4
+    ("surgery", "export", "training", "evaluation", "diagnostics", "report", "sweep", "serving"), 4
 )
 """A room imports its own height (without circles) and what lies below; files beside the rooms are free to all."""
 
 OPTIONAL = (
-    *("datasets", "pyarrow", "tensorboard", "triton", "lm_eval", "wandb", "liger_kernel"),
+    *("aiohttp", "datasets", "pyarrow", "tensorboard", "triton", "lm_eval", "wandb", "liger_kernel"),
     *("nltk", "rouge_score", "sacrebleu", "wonderwords"),
 )
 # Kernels need Triton where they are defined; backend.py, which everybody imports, does not.
@@ -173,7 +173,8 @@ def _for_types(node: ast.AST) -> bool:
 
 def test_what_is_imported_is_declared() -> None:
     """Everything imported is a base dependency, or belongs to an extra and is imported only where it is used."""
-    base, extras = declared(), {name for extra in ("data", "eval", "gpu", "logging") for name in declared(extra)}
+    base = declared()
+    extras = {name for extra in ("data", "eval", "gpu", "logging", "serve") for name in declared(extra)}
     assert {"torch", "transformers", "matplotlib", "jinja2", "yaml"} <= base
     for path in FILES:
         for name, is_late in late(path):

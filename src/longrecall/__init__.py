@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from longrecall.models.loading import load
     from longrecall.models.recurrent_lm import RecurrentLM
     from longrecall.models.state import RecurrentState
+    from longrecall.serving.engine import Engine
     from longrecall.surgery.expansion import expand
 
-__all__ = ["RecurrentConfig", "RecurrentLM", "RecurrentState", "__version__", "expand", "load"]
+__all__ = ["Engine", "RecurrentConfig", "RecurrentLM", "RecurrentState", "__version__", "expand", "load"]
 
 _HOMES = {
+    "Engine": "longrecall.serving.engine",
     "RecurrentConfig": "longrecall.models.config",
     "RecurrentLM": "longrecall.models.recurrent_lm",
     "RecurrentState": "longrecall.models.state",

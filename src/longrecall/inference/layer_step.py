@@ -84,6 +84,23 @@ class LayerStep:
         parts = [(block.path, step.export(self._part(buffers, block), progress)) for block, step in self.stateful]
         return {f"{path}{name}": x for path, part in parts for name, x in part.items()}
 
+    def join(self, buffers: Buffers, rows: Tensor, state: dict[str, Tensor], position: Tensor) -> None:
+        """Copy the state of some sequences into `rows` of the buffers; see `Step.join`."""
+        for block, step in self.stateful:
+            step.join(self._part(buffers, block), rows, self._part(state, block), position)
+
+    def rows_of(self, buffers: Buffers, rows: Tensor, position: Tensor) -> dict[str, Tensor]:
+        """The layer's state in some rows, as copies."""
+        parts = [
+            (block.path, step.rows_of(self._part(buffers, block), rows, position)) for block, step in self.stateful
+        ]
+        return {f"{path}{name}": x for path, part in parts for name, x in part.items()}
+
+    def rebase(self, by: Tensor) -> None:
+        """Row 0 has another position than before, so much greater ``[1]``; the others go on as they were."""
+        for _, step in self.stateful:
+            step.rebase(by)
+
     def tables(self) -> Sequence[Any]:
         """Steps that look up keys and values of token ids: see `form_tables`."""
         return [table for _, step in self.stateful for table in step.tables()]

@@ -6,6 +6,7 @@ This is the one place where a state is written in place: the buffers belong to t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from longrecall.inference.layer_step import LayerStep
 from longrecall.layers.passed import EMBEDDED
 from longrecall.layers.recording import record, recording_stream
 from longrecall.layers.retrieval.step import form_tables
-from longrecall.layers.stepping.step import Progress, StepSettings
+from longrecall.layers.stepping.step import Buffers, Progress, StepSettings
 from longrecall.layers.stepping.stream import FEW_ROWS, FewRowsStream, FusedStream, Stream
 from longrecall.layers.tokens import NO_TOKEN
 from longrecall.models.recurrent_lm import RecurrentLayer, RecurrentLM
@@ -147,21 +148,22 @@ class DecodingStep:
         # A layer's state is written by one of its own kernels, with others before the next step; weights by none. What
         # `load` has written is safe after the first kernel of a step, an ordinary one: the embedding.
         with prefetching():
-            return self._forward()
+            return self._forward(self.ids, self.position, self.buffers)
 
-    def _forward(self) -> Tensor:
+    def _forward(self, ids: Tensor, position: Tensor, layers: Sequence[Buffers]) -> Tensor:
+        """Ids and positions ``[rows]`` and those rows of the buffers -> logits ``[rows, vocab]``."""
         model = self.body
-        embedded = model.embeddings(self.ids)
+        embedded = model.embeddings(ids)
         if self.tokens is not None:
-            self.tokens.scatter_(1, self.position[:, None], self.ids[:, None].int())
+            self.tokens.scatter_(1, position[:, None], ids[:, None].int())
         x, dtype = model.stream_of(embedded), embedded.dtype
-        kind = Stream if not self.fused else FewRowsStream if self.batch <= FEW_ROWS else FusedStream
+        kind = Stream if not self.fused else FewRowsStream if len(ids) <= FEW_ROWS else FusedStream
         stream = kind(x, dtype)
         if model.passes_on:
             # A copy: the stream itself is added to in place.
             stream.carried[EMBEDDED] = x.to(dtype, copy=True)[:, None]
-        for step, buffers in zip(self.steps, self.buffers, strict=True):
-            step(stream, buffers, self.position)
+        for step, buffers in zip(self.steps, layers, strict=True):
+            step(stream, buffers, position)
         logits = self.logit_scale(self.lm_head(stream.normed(model.norm)))
-        self.position += 1
+        position += 1
         return logits

@@ -274,6 +274,15 @@ class AttentionStep(CacheStep):
     def export(self, buffers: Buffers, progress: Progress) -> LayerState:
         return super().export(_cache_of(buffers), progress) | memory_of(buffers)
 
+    def join(self, buffers: Buffers, rows: Tensor, state: LayerState, position: Tensor) -> None:
+        self._turn_meta()
+        MixerStep.join(self, memory_of(buffers), rows, memory_of(state), position)
+        super().join(_cache_of(buffers), rows, _cache_of(state), position)
+
+    def rows_of(self, buffers: Buffers, rows: Tensor, position: Tensor) -> LayerState:
+        memory = MixerStep.rows_of(self, memory_of(buffers), rows, position)
+        return super().rows_of(_cache_of(buffers), rows, position) | memory
+
     def __call__(self, stream: Stream, norm: Norm | None, buffers: Buffers, position: Tensor) -> None:
         self._call(stream, norm, buffers, position)
         passed = self.mixer.passed_on(buffers)

@@ -85,6 +85,45 @@ class CacheStep(MixerStep):
         self.offset.copy_(columns - position[:1])
         return 0 if self.goes_round(buffers) else columns
 
+    @torch.no_grad()
+    def join(self, buffers: Buffers, rows: Tensor, state: Cache, position: Tensor) -> None:
+        """Put the caches of n sequences just before the column that all rows write next.
+
+        The columns are used round and round by all rows together. So a sequence keeps its tokens as long as it has no
+        more than there are columns, whenever it has joined.
+
+        Raises:
+            ValueError: a cache has more columns than there is room for.
+        """
+        if self.window is not None and state["position"].shape[1] >= self.window:
+            state = _newest(state, self.window - 1)
+        columns, room = state["position"].shape[1], buffers["position"].shape[1]
+        if columns > room:
+            raise ValueError(f"the state's cache has {columns} columns, the step room for {room}")
+        places = (self._next(position, room) + torch.arange(-columns, 0, device=rows.device)) % room
+        for name, tensor in state.items():
+            # Cleared, too: what is left of others there may be no number, and would not vanish when it is masked.
+            nothing = PADDING_POSITION if name == "position" else 0
+            fresh = buffers[name].new_full((len(rows), room, *tensor.shape[2:]), nothing)
+            fresh.index_copy_(1, places, tensor.to(fresh.dtype))
+            buffers[name].index_copy_(0, rows, fresh)
+
+    def _next(self, position: Tensor, room: int) -> Tensor:
+        """The column ``[1]`` that is written next, on a round that is not the first: all columns are looked at then."""
+        column = position[:1] + self.offset
+        first_round = (column < room).long() * room
+        self.offset += first_round
+        return column + first_round
+
+    def rows_of(self, buffers: Buffers, rows: Tensor, position: Tensor) -> Cache:
+        """The caches of some rows with all columns, the oldest first; those without a token say so."""
+        room = buffers["position"].shape[1]
+        order = (position[:1] + self.offset + torch.arange(room, device=rows.device)) % room
+        return {name: x.index_select(0, rows).index_select(1, order) for name, x in buffers.items()}
+
+    def rebase(self, by: Tensor) -> None:
+        self.offset -= by
+
     def goes_round(self, buffers: Buffers) -> bool:
         """Whether a column is out of every row's window when it is used again: the buffers never fill up."""
         return self.window is not None and buffers["position"].shape[1] >= 2 * self.window

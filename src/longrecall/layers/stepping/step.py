@@ -97,6 +97,18 @@ class Step(Protocol):
     def export(self, buffers: Buffers, progress: Progress) -> dict[str, Tensor]:
         """The layer's state now, recurrent states in float32; it may share the memory of the buffers."""
 
+    def join(self, buffers: Buffers, rows: Tensor, state: dict[str, Tensor], position: Tensor) -> None:
+        """Copy the state of n sequences into `rows` ``[n]`` (int64) of the buffers; the other rows stay as they are.
+
+        `position` ``[B]`` is that of all rows before the new ones get theirs; `rebase` follows.
+        """
+
+    def rows_of(self, buffers: Buffers, rows: Tensor, position: Tensor) -> dict[str, Tensor]:
+        """A copy of the state of some rows ``[n]``, recurrent states in float32; `position` ``[B]`` of all."""
+
+    def rebase(self, by: Tensor) -> None:
+        """Row 0 has another position, greater by ``[1]``, as its slot holds another sequence."""
+
     def tables(self) -> Sequence[Any]:
         """Steps, this one or those inside it, that look up keys and values of token ids: see `form_tables`."""
 
@@ -137,6 +149,17 @@ class MixerStep:
             name: tensor.float() if name.endswith("recurrent") else tensor.contiguous()
             for name, tensor in buffers.items()
         }
+
+    def join(self, buffers: Buffers, rows: Tensor, state: dict[str, Tensor], position: Tensor) -> None:
+        for name, tensor in state.items():
+            buffers[name].index_copy_(0, rows, tensor.to(buffers[name].dtype))
+
+    def rows_of(self, buffers: Buffers, rows: Tensor, position: Tensor) -> dict[str, Tensor]:
+        found = {name: tensor.index_select(0, rows) for name, tensor in buffers.items()}
+        return {name: tensor.float() if name.endswith("recurrent") else tensor for name, tensor in found.items()}
+
+    def rebase(self, by: Tensor) -> None:
+        """A state of fixed shape does not know where it stands."""
 
     def tables(self) -> Sequence[Any]:
         return ()
@@ -197,6 +220,18 @@ class NestedSteps:
     def export(self, buffers: Buffers, progress: Progress) -> dict[str, Tensor]:
         parts = {path: step.export(part_under(buffers, path), progress) for path, step in self.inner.items()}
         return {f"{path}.{name}": x for path, part in parts.items() for name, x in part.items()}
+
+    def join(self, buffers: Buffers, rows: Tensor, state: dict[str, Tensor], position: Tensor) -> None:
+        for path, step in self.inner.items():
+            step.join(part_under(buffers, path), rows, part_under(state, path), position)
+
+    def rows_of(self, buffers: Buffers, rows: Tensor, position: Tensor) -> dict[str, Tensor]:
+        parts = {path: step.rows_of(part_under(buffers, path), rows, position) for path, step in self.inner.items()}
+        return {f"{path}.{name}": x for path, part in parts.items() for name, x in part.items()}
+
+    def rebase(self, by: Tensor) -> None:
+        for step in self.inner.values():
+            step.rebase(by)
 
     def tables(self) -> Sequence[Any]:
         return [table for step in self.inner.values() for table in step.tables()]

@@ -1,0 +1,167 @@
+"""Reading prompts for an engine: a segment at a time, several prompts side by side, from states that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from longrecall.inference.eligibility import why_no_graph, why_not_fixed
+from longrecall.inference.reading import captured_segments, read_prompt
+from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.models.state import RecurrentState
+from longrecall.serving.prefixes import Prefixes
+from longrecall.serving.request import Request
+from longrecall.serving.sampling import Sampling
+
+MOST_ROWS = 64
+"""Prompts that are read side by side."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request inside the engine: how much of its prompt is read, and what of its answer is under way."""
+
+    request: Request
+    sampling: Sampling
+    start: RecurrentState | None = None
+    """What is read before the prompt ``[1]``."""
+    start_name: str = ""
+    wants_state: bool = False
+    read: int = 0
+    state: RecurrentState | None = None
+    """After the tokens of the prompt that are read ``[1]``; None = at the start, with nothing read before."""
+    stops: dict[int, bytes] = field(default_factory=dict)
+    """Where a state is to be kept for other prompts, under which name."""
+    launched: int = 0
+    """Tokens that were chosen, or are being chosen."""
+
+    @property
+    def room(self) -> int:
+        """Tokens of the whole sequence at most."""
+        before = 0 if self.start is None else self.start.length
+        return before + len(self.request.prompt) + self.request.options.max_new_tokens
+
+    def next_end(self, segment: int) -> int:
+        """How far the prompt is read next."""
+        end = min(self.read + segment, len(self.request.prompt))
+        return next((stop for stop in sorted(self.stops) if self.read < stop < end), end)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Jobs whose prompts are read: logits ``[n, vocab]`` of their last tokens, and their states ``[n]``."""
+
+    jobs: list[Job]
+    logits: Tensor
+    state: RecurrentState
+
+
+class PromptReader:
+    """Reads at most `segment` tokens at a time, padding included."""
+
+    def __init__(self, model: RecurrentLM, segment: int, prefixes: Prefixes) -> None:
+        self.model, self.segment, self.prefixes = model, segment, prefixes
+        self.fixed = why_not_fixed(model) is None
+        self.waiting: list[Job] = []
+
+    def add(self, job: Job) -> None:
+        """Take a job; it begins with the longest beginning of its prompt that is known."""
+        borders = self.prefixes.borders(job.start_name, job.request.prompt)
+        job.read, found = self.prefixes.find(borders)
+        job.state = job.start if found is None else found
+        job.request.cached_tokens = job.read
+        shared = self.prefixes.mark(borders)
+        if shared > job.read:
+            job.stops[shared] = borders[shared]
+        self.waiting.append(job)
+
+    def group(self) -> list[Job]:
+        """The jobs that are read next: the first one, and others with about as many tokens to read."""
+        first = self.waiting[0]
+        length = first.next_end(self.segment) - first.read
+        found = [first]
+        for job in self.waiting[1:]:
+            own = job.next_end(self.segment) - job.read
+            widest = max(length, own)
+            if len(found) == MOST_ROWS or widest * (len(found) + 1) > self.segment:
+                break
+            # Caches of different lengths do not lie side by side.
+            apart = not self.fixed and (job.state is not None or first.state is not None)
+            if not apart and length // 2 <= own <= 2 * length:
+                found.append(job)
+                length = widest
+        return found
+
+    @torch.no_grad()
+    def read(self, jobs: list[Job]) -> Ready | None:
+        """Read one segment of these jobs; those whose prompts are read then, None where there is none."""
+        ends = [job.next_end(self.segment) for job in jobs]
+        pieces = [job.request.prompt[job.read : end] for job, end in zip(jobs, ends, strict=True)]
+        logits, after = self._forward(pieces, _side_by_side(self.model, [job.state for job in jobs]))
+        done = []
+        for row, (job, end) in enumerate(zip(jobs, ends, strict=True)):
+            job.read = end
+            if end < len(job.request.prompt):
+                job.state = after if len(jobs) == 1 else one_row(after, row)
+                if end in job.stops:
+                    self.prefixes.keep(job.stops.pop(end), job.state)
+            else:
+                done.append(row)
+        if not done:
+            return None
+        finished = [jobs[row] for row in done]
+        for job in finished:
+            self.waiting.remove(job)
+            job.state = job.start = None
+        if len(done) < len(jobs):
+            index = torch.tensor(done, device=logits.device)
+            logits, after = logits.index_select(0, index), after.select_rows(index)
+        return Ready(finished, logits, after)
+
+    def _forward(self, pieces: Sequence[Sequence[int]], state: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
+        """Tokens of some rows from their states on: the last logits ``[n, vocab]`` and the states after them."""
+        device, length = self.model.device, max(map(len, pieces))
+        if len(pieces) == 1:
+            ids = torch.tensor([list(pieces[0])], device=device)
+            found = self._captured(ids, state)
+            if found is not None:
+                return found
+            mask = None
+        else:
+            ids = torch.tensor([[0] * (length - len(piece)) + list(piece) for piece in pieces], device=device)
+            lengths = torch.tensor(list(map(len, pieces)), device=device)
+            mask = (torch.arange(length, device=device) >= length - lengths[:, None]).long()
+            if min(map(len, pieces)) == length:
+                mask = None
+        out = self.model(ids, attention_mask=mask, past_key_values=state, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1], out.past_key_values
+
+    def _captured(self, ids: Tensor, state: RecurrentState | None) -> tuple[Tensor, RecurrentState] | None:
+        """The same for one row in captured segments, where these are faster."""
+        if not self.fixed or self.model.config.memory_tokens or why_no_graph(self.model) is not None:
+            return None
+        with self.model.captured_steps.alone() as alone:
+            return read_prompt(self.model, captured_segments(self.model, 1), ids, state) if alone else None
+
+
+def one_row(state: RecurrentState, row: int) -> RecurrentState:
+    """A copy of one row."""
+    return state.select_rows(torch.tensor([row], device=state.position.device))
+
+
+def _side_by_side(model: RecurrentLM, states: Sequence[RecurrentState | None]) -> RecurrentState | None:
+    """States ``[1]`` as the rows of one; None where all begin with nothing."""
+    if all(state is None for state in states):
+        return None
+    whole = [model.zero_state(1) if state is None else state for state in states]
+    if len(whole) == 1:
+        return whole[0]
+    # States of different dtypes, such as the first one of zeros, get the widest.
+    layers = tuple(
+        {name: torch.cat([state.layers[index][name] for state in whole]) for name in layer}
+        for index, layer in enumerate(whole[0].layers)
+    )
+    return RecurrentState(layers, torch.cat([state.position for state in whole]), max(s.length for s in whole))

@@ -1,0 +1,213 @@
+"""The work of an engine between two looks at its queue: read a segment of prompts, decode a token of every slot.
+
+One thread owns it, and the model with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longrecall.errors import UserError
+from longrecall.inference.slots import SlotStep, slot_room
+from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.serving.prefixes import Prefixes
+from longrecall.serving.reading import Job, PromptReader, Ready, one_row
+from longrecall.serving.request import LENGTH, TokenLogprobs
+from longrecall.serving.sampling import NOT_FINITE, Chooser, Chosen
+
+NO_NUMBERS = (
+    "the model's logits became NaN or infinite, so there is no next token; longrecall diagnose CKPT --text FILE says "
+    "which layer breaks, and where"
+)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Tokens that were chosen and not yet told: whose they are, row by row."""
+
+    rows: list[tuple[int, Job]]
+    chosen: Chosen
+    told: Tensor
+    arrived: torch.cuda.Event | None
+
+
+class Worker:
+    """Jobs in slots. `waiting` ones are having their prompts read, and have a slot to come."""
+
+    def __init__(self, model: RecurrentLM, slots: int, segment: int, prefix_bytes: int) -> None:
+        self.model, self.slots, self.device = model, slots, model.device
+        self.reader = PromptReader(model, segment, Prefixes(prefix_bytes))
+        self.rows: list[Job | None] = [None] * slots
+        self.step: SlotStep | None = None
+        self.chooser: Chooser | None = None
+        self.pending: _Outcome | None = None
+        # While a GPU works on the next token, the one before is told. A CPU has nothing to do meanwhile.
+        self.lags = self.device.type == "cuda"
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody has or is about to have."""
+        return self.slots - self.running - len(self.reader.waiting)
+
+    @property
+    def running(self) -> int:
+        """Slots in use."""
+        return sum(job is not None for job in self.rows)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.reader.waiting or self.running or self.pending)
+
+    def add(self, job: Job) -> None:
+        """Take a job; there must be a free slot."""
+        self.reader.add(job)
+
+    def drop_ended(self) -> None:
+        """Give up jobs whose requests have ended or were cancelled: their slots are free."""
+        if any(job.request.done for job in self.reader.waiting):
+            self.reader.waiting = [job for job in self.reader.waiting if not job.request.done]
+        for row, job in enumerate(self.rows):
+            if job is not None and job.request.done:
+                self._leave(row)
+
+    def work(self) -> None:
+        """Read one segment of prompts, if any wait, and decode one token of every slot in use."""
+        if self.reader.waiting:
+            jobs = self.reader.group()
+            try:
+                ready = self.reader.read(jobs)
+                if ready is not None:
+                    self._begin(ready)
+            except Exception as error:
+                self._fail(jobs, error)
+        if self.running or self.pending is not None:
+            try:
+                self._decode()
+            except Exception as error:
+                self._fail([job for job in self.rows if job is not None], error)
+                self.pending = None
+
+    def _fail(self, jobs: list[Job], error: Exception) -> None:
+        for job in jobs:
+            job.request.fail(error)
+        # Without the traceback, which would hold the tensors of the step that failed.
+        error.__traceback__ = None
+        self.drop_ended()
+
+    def _begin(self, ready: Ready) -> None:
+        """The first token of these jobs, and a slot for each that goes on."""
+        chosen = Chooser([job.sampling for job in ready.jobs], self.device)(ready.logits)
+        rows = list(enumerate(ready.jobs))
+        for row, job in rows:
+            job.launched = 1
+            if job.wants_state:
+                job.request.state = one_row(ready.state, row)
+        self._tell(_Outcome(rows, chosen, chosen.told, None))
+        stays = [(row, job) for row, job in rows if not job.request.done]
+        if not stays:
+            return
+        index = torch.tensor([row for row, _ in stays], device=self.device)
+        whole = len(stays) == len(rows)
+        state = ready.state if whole else ready.state.select_rows(index)
+        step = self._step_for(max(job.room for _, job in stays))
+        free = [row for row, job in enumerate(self.rows) if job is None][: len(stays)]
+        step.join(free, state)
+        step.ids[torch.tensor(free, device=self.device)] = chosen.tokens.index_select(0, index)
+        for row, (_, job) in zip(free, stays, strict=True):
+            self.rows[row] = job
+        self.chooser = None
+
+    def _step_for(self, room: int) -> SlotStep:
+        """The step, with room for sequences of so many tokens where caches grow."""
+        old = self.step
+        if old is None or (old.room and room > old.room):
+            room = 0 if self.reader.fixed else slot_room(room)
+            new = SlotStep(self.model, self.slots, self.model.decoding.state_dtype, room)
+            rows = [row for row, job in enumerate(self.rows) if job is not None]
+            if old is not None and rows:
+                new.join(rows, old.take(rows))
+                new.ids.copy_(old.ids)
+            self.step = new
+        assert self.step is not None
+        return self.step
+
+    def _decode(self) -> None:
+        last, self.pending = self.pending, None
+        if self.running:
+            assert self.step is not None
+            self._gather()
+            present = [(row, job) for row, job in enumerate(self.rows) if job is not None]
+            top = present[-1][0] + 1
+            if self.chooser is None:
+                self.chooser = Chooser([None if job is None else job.sampling for job in self.rows[:top]], self.device)
+            chosen = self.chooser(self.step.decode(top))
+            self.step.ids[: len(chosen.tokens)].copy_(chosen.tokens)
+            self.pending = _Outcome(present, chosen, *self._sent(chosen.told))
+            for row, job in present:
+                job.launched += 1
+                if job.launched == job.request.options.max_new_tokens:
+                    self._leave(row)
+        if last is not None:
+            self._tell(last)
+        if not self.lags and self.pending is not None:
+            last, self.pending = self.pending, None
+            self._tell(last)
+
+    def _sent(self, told: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Tokens on their way to the CPU, and what tells that they are there."""
+        if not self.lags:
+            return told, None
+        here = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
+        here.copy_(told, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return here, event
+
+    def _gather(self) -> None:
+        """Move the last sequences to free slots before them, where fewer rows are computed then."""
+        assert self.step is not None
+        present = [row for row, job in enumerate(self.rows) if job is not None]
+        count = self.step.count_for(len(present))
+        last = [row for row in present if row >= count]
+        if not last:
+            return
+        free = [row for row, job in enumerate(self.rows) if job is None][: len(last)]
+        self.step.move(last, free)
+        for row, to in zip(last, free, strict=True):
+            self.rows[to], self.rows[row] = self.rows[row], None
+        self.chooser = None
+
+    def _leave(self, row: int) -> None:
+        self.rows[row], self.chooser = None, None
+
+    def _tell(self, outcome: _Outcome) -> None:
+        if outcome.arrived is not None:
+            outcome.arrived.synchronize()
+        tokens, logprobs = outcome.told.tolist(), _logprobs(outcome.chosen)
+        for row, job in outcome.rows:
+            request, token = job.request, tokens[row]
+            if token == NOT_FINITE:
+                request.fail(UserError(NO_NUMBERS))
+            elif job.wants_state:
+                request.finish(LENGTH)
+            elif not request.done:
+                told = logprobs.get(row)
+                if told is not None:
+                    told = TokenLogprobs(told.logprob, told.top[: request.options.logprobs])
+                request.add(token, told, token in request.options.stop_tokens)
+
+
+def _logprobs(chosen: Chosen) -> dict[int, TokenLogprobs]:
+    """By row: what was asked for."""
+    if chosen.logprobs is None:
+        return {}
+    own = chosen.logprobs.tolist()
+    top: list[tuple[tuple[int, float], ...]] = [()] * len(own)
+    if chosen.top is not None:
+        values, ids = chosen.top[0].tolist(), chosen.top[1].tolist()
+        top = [tuple(zip(places, found, strict=True)) for places, found in zip(ids, values, strict=True)]
+    return {row: TokenLogprobs(own[i], top[i]) for i, row in enumerate(chosen.told_rows)}

@@ -1,0 +1,329 @@
+"""The engine: the tokens of generate(), whoever else is there; limits, and how requests end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from longrecall import Engine
+from longrecall.errors import UserError
+from longrecall.models.byte_tokenizer import byte_tokenizer
+from longrecall.models.config import RecurrentConfig
+from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.serving import Overloaded, RequestOptions
+from longrecall.serving.request import CANCELLED, LENGTH, STOP, Closed
+from tests.conftest import MIXERS
+
+MODELS: dict[str, list[str]] = {
+    "gla": ["gla", "gla_conv"],
+    "gated_delta_net": ["gated_delta_net", "gated_delta_net"],
+    "mamba2": ["mamba2", "mamba2"],
+    "hybrid": ["gated_delta_net", "attention", "attention_window"],
+}
+
+
+def model_of(name: str, vocabulary: int = 40) -> RecurrentLM:
+    torch.manual_seed(0)
+    layers = [{"mixer": MIXERS[mixer], "mlp_size": 24} for mixer in MODELS[name]]
+    model = RecurrentLM(RecurrentConfig(vocab_size=vocabulary, hidden_size=32, layers=layers)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+def prompts_of(count: int, longest: int = 30, seed: int = 0) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [[chance.randrange(40) for _ in range(chance.randint(1, longest))] for _ in range(count)]
+
+
+@torch.no_grad()
+def generated(model: RecurrentLM, prompt: list[int], count: int, **options: Any) -> list[int]:
+    found: torch.Tensor = model.generate(
+        torch.tensor([prompt]), **({"do_sample": False, "max_new_tokens": count} | options)
+    )
+    return found[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def gla() -> RecurrentLM:
+    return model_of("gla")
+
+
+@pytest.fixture
+def engine(gla: RecurrentLM) -> Iterator[Engine]:
+    with Engine(gla, slots=3, queue=2) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_generate(name: str) -> None:
+    """Requests come at random moments and are of all lengths; prompts are read in several segments."""
+    model, prompts, chance = model_of(name), prompts_of(14), random.Random(1)
+    wanted = [1 + 3 * index % 17 for index in range(len(prompts))]
+    with Engine(model, slots=4, queue=100, segment=16) as engine:
+        requests = []
+        for prompt, count in zip(prompts, wanted, strict=True):
+            requests.append(engine.submit(prompt, max_new_tokens=count))
+            time.sleep(chance.choice((0, 0, 0.004)))
+        found = [request.result().ids for request in requests]
+    assert found == [generated(model, prompt, count) for prompt, count in zip(prompts, wanted, strict=True)]
+
+
+def test_more_room_while_others_write() -> None:
+    """A hybrid's slots get room for a longer request; the running ones go on."""
+    model, (first, second) = model_of("hybrid"), prompts_of(2)
+    with Engine(model, slots=2, room=600) as engine:
+        long = engine.submit(first, max_new_tokens=60)
+        next(long.tokens())
+        longer = engine.submit(second * 20, max_new_tokens=6)
+        assert longer.result().ids == generated(model, second * 20, 6)
+        assert long.result().ids == generated(model, first, 60)
+        with pytest.raises(UserError, match=r"takes 601 tokens .* room for 600"):
+            engine.submit([1], max_new_tokens=600)
+
+
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 5},
+    {"temperature": 1.5, "top_p": 0.7, "repetition_penalty": 1.3},
+    {"temperature": 1.2, "min_p": 0.1},
+    {"repetition_penalty": 1.5},
+]
+
+
+def test_sampling_does_not_depend_on_neighbours(gla: RecurrentLM) -> None:
+    prompts = prompts_of(10)
+    options = [SAMPLED[index % len(SAMPLED)] | {"seed": index, "max_new_tokens": 12} for index in range(10)]
+    with Engine(gla, slots=1) as engine:
+        alone = [engine.submit(p, **o).result().ids for p, o in zip(prompts, options, strict=True)]
+    with Engine(gla, slots=6, queue=100) as engine:
+        requests = [engine.submit(p, **o) for p, o in zip(prompts, options, strict=True)]
+        assert [request.result().ids for request in requests] == alone
+        again = engine.submit(prompts[0], temperature=1.0, max_new_tokens=12).result().ids
+        other = engine.submit(prompts[0], temperature=1.0, max_new_tokens=12).result().ids
+    assert again != other, "without a seed every request draws numbers of its own"
+
+
+def test_penalised_tokens_are_those_of_generate(gla: RecurrentLM, engine: Engine) -> None:
+    for prompt in prompts_of(3):
+        found = engine.submit(prompt, repetition_penalty=1.4, max_new_tokens=15).result().ids
+        assert found == generated(gla, prompt, 15, repetition_penalty=1.4)
+
+
+def test_stop_tokens_and_reasons(gla: RecurrentLM, engine: Engine) -> None:
+    prompt = [1, 2, 3]
+    whole = generated(gla, prompt, 12)
+    result = engine.submit(prompt, max_new_tokens=12, stop_tokens=(whole[5],)).result()
+    assert result.ids == whole[: whole.index(whole[5]) + 1] and result.finish_reason == STOP
+    assert engine.submit(prompt, max_new_tokens=12).result().finish_reason == LENGTH
+
+
+def test_the_models_own_end() -> None:
+    model = model_of("gla")
+    whole = generated(model, [1, 2, 3], 12)
+    model.generation_config.eos_token_id = whole[4]  # type: ignore[union-attr]
+    with Engine(model, slots=2) as engine:
+        assert engine.submit([1, 2, 3], max_new_tokens=12).result().ids == generated(
+            model, [1, 2, 3], 12, pad_token_id=0
+        )
+        assert engine.submit([1, 2, 3], max_new_tokens=12, ignore_end=True).result().ids == whole
+
+
+def test_logprobs(gla: RecurrentLM, engine: Engine) -> None:
+    result = engine.submit([5, 6], max_new_tokens=4, logprobs=3).result()
+    with torch.no_grad():
+        table = gla(torch.tensor([[5, 6, *result.ids]])).logits[0, 1:-1].log_softmax(-1)
+    for row, token, told in zip(table, result.ids, result.logprobs, strict=True):
+        # float32 sums in another order.
+        assert told.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert [place for place, _ in told.top] == row.topk(3).indices.tolist()
+
+
+def test_text_streams_and_stop_strings() -> None:
+    """Bytes of random weights are seldom whole characters: pieces add up to the text all the same."""
+    model = model_of("gla", vocabulary=258)
+    with Engine(model, byte_tokenizer(), slots=3) as engine:
+        seen: list[int] = []
+        request = engine.submit("abc", max_new_tokens=90, ignore_end=True, on_token=seen.append)
+        pieces = list(request.pieces())
+        assert "".join(pieces) == request.text() and len(pieces) > 5
+        assert seen == request.result().ids == list(request.tokens())
+        text = engine.submit("abc", max_new_tokens=90, temperature=3.0, seed=4, top_p=0.9).text()
+        stop = text[20:23]
+        cut = engine.submit("abc", max_new_tokens=90, temperature=3.0, seed=4, top_p=0.9, stop=(stop, "never there"))
+        assert "".join(cut.pieces()) == cut.text() == text[: text.index(stop)]
+        assert cut.result().finish_reason == STOP
+
+        async def read() -> str:
+            return "".join([piece async for piece in engine.submit("abc", max_new_tokens=90, ignore_end=True)])
+
+        assert asyncio.run(read()) == request.text()
+
+
+def test_a_cancelled_request_frees_its_slot(gla: RecurrentLM) -> None:
+    with Engine(gla, slots=1, queue=2) as engine:
+        endless = engine.submit([1], max_new_tokens=10**6)
+        waiting = engine.submit([2], max_new_tokens=10**6)
+        last = engine.submit([3], max_new_tokens=2)
+        next(endless.tokens())
+        waiting.cancel()
+        assert not last.done
+        endless.cancel()
+        assert last.result(timeout=60).ids == generated(gla, [3], 2)
+        assert endless.result().finish_reason == waiting.result().finish_reason == CANCELLED
+        assert endless.ids == generated(gla, [1], len(endless.ids)) and not waiting.ids
+
+
+def test_an_event_loop_that_leaves_cancels(engine: Engine) -> None:
+    request = engine.submit([1], max_new_tokens=10**6)
+
+    async def leave() -> None:
+        waiting = asyncio.ensure_future(request.wait())
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    asyncio.run(leave())
+    assert request.result().finish_reason == CANCELLED
+
+
+def test_too_many_requests_are_refused(engine: Engine) -> None:
+    requests = [engine.submit([1], max_new_tokens=10**6) for _ in range(5)]
+    with pytest.raises(Overloaded, match=r"3 slots .* 2 requests wait"):
+        engine.submit([1])
+    for request in requests:
+        request.cancel()
+    assert len(engine.submit([1], max_new_tokens=3).result(timeout=60).ids) == 3
+
+
+def test_generate_waits_for_the_queue(gla: RecurrentLM, engine: Engine) -> None:
+    prompts = prompts_of(12)
+    assert [x.ids for x in engine.generate(prompts, max_new_tokens=5)] == [generated(gla, p, 5) for p in prompts]
+
+
+def test_many_threads(gla: RecurrentLM) -> None:
+    prompts = prompts_of(6)
+    found: dict[int, list[int]] = {}
+    with Engine(gla, slots=2) as engine:
+
+        def ask(index: int) -> None:
+            found[index] = engine.submit(prompts[index], max_new_tokens=6).result().ids
+
+        threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [found[index] for index in range(len(prompts))] == [generated(gla, prompt, 6) for prompt in prompts]
+
+
+def test_closing(gla: RecurrentLM) -> None:
+    engine = Engine(gla, slots=1)
+    first, endless = engine.submit([1], max_new_tokens=5), engine.submit([2], max_new_tokens=10**6)
+    engine.close(finish=True, timeout=0.3)
+    assert first.result().finish_reason == LENGTH and endless.result().finish_reason == CANCELLED
+    with pytest.raises(Closed):
+        engine.submit([1])
+    engine.close()
+
+
+def test_an_engine_that_nobody_holds_ends(gla: RecurrentLM) -> None:
+    engine = Engine(gla, slots=1)
+    thread = engine._thread
+    del engine
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def test_logits_that_are_no_numbers() -> None:
+    """The request fails in one line; the engine goes on."""
+    model = model_of("gla")
+    with Engine(model, slots=2) as engine:
+        with torch.no_grad():
+            model.model.embeddings.weight[7] = torch.nan
+            with pytest.raises(UserError, match="NaN or infinite"):
+                engine.submit([1, 7], max_new_tokens=3).result()
+            model.model.embeddings.weight[7] = 0
+        assert len(engine.submit([1, 2], max_new_tokens=3).result().ids) == 3
+
+
+def test_beginnings_that_prompts_share(gla: RecurrentLM) -> None:
+    """The third prompt with a beginning goes on from its state; tokens are those without."""
+    begin = prompts_of(1, seed=5)[0] * 60
+    prompts = [begin[:600] + more for more in ([1, 2], [3], [4, 5, 6])]
+    with Engine(gla, slots=2, prefix_bytes=0) as plain:
+        expected = [plain.submit(prompt, max_new_tokens=8).result() for prompt in prompts]
+    with Engine(gla, slots=2, segment=300) as engine:
+        found = [engine.submit(prompt, max_new_tokens=8).result() for prompt in prompts]
+    assert [result.ids for result in found] == [result.ids for result in expected]
+    assert [result.cached_tokens for result in found] == [0, 0, 512]
+    assert [result.cached_tokens for result in expected] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"prompt": []}, "empty"),
+        ({"prompt": [40]}, "token 40"),
+        ({"prompt": "text"}, "no tokenizer"),
+        ({"stop": "x"}, "stop_tokens"),
+        ({"after": "book"}, "no bank"),
+        ({"top_p": 0}, "top_p"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"beams": 3}, "no such option"),
+    ],
+)
+def test_bad_requests_are_refused_at_once(engine: Engine, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        engine.submit(**({"prompt": [1]} | given))
+
+
+def test_bad_engines(gla: RecurrentLM) -> None:
+    with pytest.raises(UserError, match="slots must be"):
+        Engine(gla, slots=0)
+    torch.manual_seed(0)
+    layers = [{"mixer": MIXERS["hyena"]}]
+    with pytest.raises(UserError, match=r"slots: layer 0 \(hyena\)"):
+        Engine(RecurrentLM(RecurrentConfig(vocab_size=8, hidden_size=32, layers=layers)).eval())
+
+
+def test_options_are_checked_when_they_are_made() -> None:
+    assert RequestOptions(stop="x").stop == ("x",)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="seed"):
+        RequestOptions(seed=1.5)  # type: ignore[arg-type]
+
+
+def many_requests(model: RecurrentLM, count: int) -> int:
+    """Bytes of tensors that are left of so many requests."""
+    with Engine(model, slots=16, queue=1000, prefix_bytes=1 << 20) as engine:
+        engine.generate(prompts_of(50), max_new_tokens=3, temperature=1.0)
+        gc.collect()
+        before = len(gc.get_objects())
+        for seed in range(count // 500):
+            engine.generate(
+                prompts_of(500, longest=4, seed=seed), max_new_tokens=2, temperature=1.0, repetition_penalty=1.1
+            )
+        gc.collect()
+        return len(gc.get_objects()) - before
+
+
+def test_requests_leave_nothing_behind(gla: RecurrentLM) -> None:
+    # Some objects of threads and caches; a request that stayed would leave tens of them.
+    assert many_requests(gla, 500) < 500
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_leave_nothing_behind(gla: RecurrentLM) -> None:
+    assert many_requests(gla, 10_000) < 500
