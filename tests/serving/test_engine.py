@@ -48,7 +48,7 @@ def prompts_of(count: int, longest: int = 30, seed: int = 0) -> list[list[int]]:
 @torch.no_grad()
 def generated(model: RecurrentLM, prompt: list[int], count: int, **options: Any) -> list[int]:
     found: torch.Tensor = model.generate(
-        torch.tensor([prompt]), **({"do_sample": False, "max_new_tokens": count} | options)
+        torch.tensor([prompt], device=model.device), **({"do_sample": False, "max_new_tokens": count} | options)
     )
     return found[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 

@@ -31,6 +31,7 @@ VERBS = (
     "eval",
     "diagnose",
     "generate",
+    "serve",
     "export",
     "bench",
     "compare",

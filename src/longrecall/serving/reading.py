@@ -38,11 +38,12 @@ class Job:
     launched: int = 0
     """Tokens that were chosen, or are being chosen."""
 
-    @property
-    def room(self) -> int:
-        """Tokens of the whole sequence at most."""
+    room: int = 0
+    """Tokens of the whole sequence at most."""
+
+    def __post_init__(self) -> None:
         before = 0 if self.start is None else self.start.length
-        return before + len(self.request.prompt) + self.request.options.max_new_tokens
+        self.room = before + len(self.request.prompt) + self.request.options.max_new_tokens
 
     def next_end(self, segment: int) -> int:
         """How far the prompt is read next."""

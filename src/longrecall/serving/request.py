@@ -24,6 +24,10 @@ class Closed(UserError):
     """The engine takes no more requests."""
 
 
+class NoNumbers(UserError):
+    """The model's logits are NaN or infinite, so there is no next token."""
+
+
 @dataclass(frozen=True)
 class TokenLogprobs:
     """Natural logarithms of probabilities, of logits as the model gave them.

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longrecall.errors import UserError
 from longrecall.inference.slots import SlotStep, slot_room
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.serving.prefixes import Prefixes
 from longrecall.serving.reading import Job, PromptReader, Ready, one_row
-from longrecall.serving.request import LENGTH, TokenLogprobs
+from longrecall.serving.request import LENGTH, NoNumbers, TokenLogprobs
 from longrecall.serving.sampling import NOT_FINITE, Chooser, Chosen
 
 NO_NUMBERS = (
@@ -191,7 +190,7 @@ class Worker:
         for row, job in outcome.rows:
             request, token = job.request, tokens[row]
             if token == NOT_FINITE:
-                request.fail(UserError(NO_NUMBERS))
+                request.fail(NoNumbers(NO_NUMBERS))
             elif job.wants_state:
                 request.finish(LENGTH)
             elif not request.done:

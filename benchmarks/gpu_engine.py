@@ -1,0 +1,147 @@
+"""Requests of mixed lengths through the engine, against one uniform batch of as many tokens; memory of many requests.
+
+    python benchmarks/gpu_engine.py --out benchmarks/results/gpu_engine.json
+
+Prompts have 16 to 240 tokens and answers 32 to 480, at random, all greedy and on random weights in bfloat16. The
+uniform batch has a row for each slot: prompts of the mean length, read at once, and answers of the mean length, by
+`generate()`; as many batches of it as have the tokens of all requests. "ratio" is the engine's time over that, of
+medians of rounds that take turns. The last row counts what many short requests leave: bytes of tensors on the GPU, and
+of the process. `--tiny` is a small model and few requests, for a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longrecall import Engine
+from longrecall.models.config import RecurrentConfig
+from longrecall.models.description import read_description
+from longrecall.models.recurrent_lm import RecurrentLM
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_timing import Rows
+
+CONFIGS = Path(__file__).parent.parent / "recipes" / "configs"
+MODELS = ("gated_delta_net_400m",)
+TINY = {"type": "gla", "num_heads": 2, "key_dim": 8, "value_dim": 16}
+
+Work = list[tuple[list[int], int]]
+"""Prompts, and tokens of their answers."""
+
+
+def requests_of(count: int, vocabulary: int, scale: float, seed: int = 0) -> Work:
+    chance = random.Random(seed)
+
+    def one() -> tuple[list[int], int]:
+        prompt = [chance.randrange(vocabulary) for _ in range(max(1, round(scale * chance.randint(16, 240))))]
+        return prompt, max(2, round(scale * chance.randint(32, 480)))
+
+    return [one() for _ in range(count)]
+
+
+def synchronised() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def by_engine(engine: Engine, work: Work) -> tuple[float, int]:
+    """Seconds, and tokens written."""
+    start = synchronised()
+    requests = [engine.submit(prompt, max_new_tokens=count, ignore_end=True) for prompt, count in work]
+    written = sum(len(request.result().ids) for request in requests)
+    return synchronised() - start, written
+
+
+def by_batches(model: RecurrentLM, work: Work, slots: int) -> float:
+    """Seconds of uniform batches with as many tokens."""
+    length = round(sum(len(prompt) for prompt, _ in work) / len(work))
+    answer = sum(count for _, count in work) / len(work)
+    new, batches = round(answer), len(work) / slots
+    ids = torch.randint(0, model.config.vocab_size, (slots, length), device=model.device)
+    start = synchronised()
+    model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None)
+    return (synchronised() - start) * batches * answer / new
+
+
+def compare(model: RecurrentLM, work: Work, slots: int, rounds: int) -> dict[str, Any]:
+    engine_s, uniform_s, written = [], [], 0
+    with Engine(model, slots=slots, queue=len(work), prefix_bytes=0) as engine:
+        for turn in range(rounds + 1):
+            seconds, written = by_engine(engine, work)
+            uniform = by_batches(model, work, slots)
+            if turn:  # the first one compiles and captures
+                engine_s.append(seconds)
+                uniform_s.append(uniform)
+    ours, uniform = statistics.median(engine_s), statistics.median(uniform_s)
+    return {
+        "slots": slots,
+        "requests": len(work),
+        "new_tokens": written,
+        "prompt_tokens": sum(len(prompt) for prompt, _ in work),
+        "engine_s": ours,
+        "uniform_s": uniform,
+        "ratio": ours / uniform,
+        "tokens_per_s": written / ours,
+    }
+
+
+def memory(model: RecurrentLM, count: int, slots: int) -> dict[str, Any]:
+    """What so many requests leave, after a tenth of them as a beginning."""
+    work = [(prompt[:8], 4) for prompt, _ in requests_of(count, model.config.vocab_size, 0.1)]
+    on_gpu = torch.cuda.is_available()
+    with Engine(model, slots=slots, queue=count) as engine:
+        by_engine(engine, work[: count // 10])
+        gc.collect()
+        before = torch.cuda.memory_allocated() if on_gpu else 0
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        seconds, _ = by_engine(engine, work)
+        gc.collect()
+        after = torch.cuda.memory_allocated() if on_gpu else 0
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident
+    return {"requests": count, "seconds": seconds, "gpu_bytes": after - before, "process_bytes": 1024 * grown}
+
+
+def built(name: str) -> RecurrentLM:
+    if name == "tiny":
+        config = RecurrentConfig(vocab_size=64, hidden_size=32, layers=[{"mixer": TINY, "mlp_size": 24}] * 2)
+        return RecurrentLM(config).eval()
+    with torch.device("cuda"):
+        model = RecurrentLM(read_description(CONFIGS / f"{name}.json"))
+    return model.to(torch.bfloat16).eval()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--models", nargs="*", default=MODELS)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--slots", type=int, nargs="*", default=[64, 256])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--many", type=int, default=10_000)
+    parser.add_argument("--tiny", action="store_true", help="a small model and few requests")
+    args = parser.parse_args(argv)
+    if args.tiny:
+        args.models, args.requests, args.slots, args.rounds, args.many = ["tiny"], 12, [4], 1, 40
+    torch.manual_seed(0)
+    rows = Rows("gpu_engine", args.out)
+    for name in args.models:
+        model = built(name)
+        work = requests_of(args.requests, model.config.vocab_size, 0.1 if args.tiny else 1.0)
+        for slots in args.slots:
+            rows.measure(f"{name}, {slots} slots", lambda: compare(model, work, slots, args.rounds))  # noqa: B023
+        rows.measure(f"{name}, memory", lambda: memory(model, args.many, args.slots[0]))  # noqa: B023
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""`longrecall serve`: answer requests over HTTP, many at once, in OpenAI's completions and chat protocol."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from longrecall.errors import UserError
+
+HELP = "answer requests over HTTP, many at once, in OpenAI's completions and chat protocol"
+EXAMPLE = (
+    "longrecall serve bigger/ --port 8000 --bank texts/\n"
+    "  longrecall generate bigger/ --prompt-file book.txt --save-state texts/book.safetensors\n"
+    "  curl localhost:8000/v1/completions -H 'Content-Type: application/json' "
+    '-d \'{"prompt": "Who was she?", "after": "book"}\''
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint folder or hub id")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on [%(default)s: this machine alone]")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 = any that is free [%(default)s]")
+    parser.add_argument("--name", help="what clients call the model [the folder's name]")
+    parser.add_argument("--slots", type=int, metavar="N", help="requests decoded together [64 on a GPU, 8 on a CPU]")
+    parser.add_argument("--queue", type=int, default=256, metavar="N", help="requests that may wait [%(default)s]")
+    parser.add_argument(
+        "--room", type=int, default=8192, metavar="N", help="tokens of a request in models with attention [%(default)s]"
+    )
+    parser.add_argument(
+        "--segment", type=int, metavar="N", help="prompt tokens read at once [8192 on a GPU, else 1024]"
+    )
+    parser.add_argument("--bank", metavar="FOLDER", help='states of texts that a request may come "after"')
+    parser.add_argument(
+        "--prefix-memory", type=int, default=256, metavar="MIB", help="for beginnings that prompts share [%(default)s]"
+    )
+    parser.add_argument("--grace", type=float, default=30.0, metavar="S", help="seconds to finish in [%(default)s]")
+    parser.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 [as stored]")
+    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes; return the exit code."""
+    if not 0 <= args.port < 65536:
+        raise UserError(f"--port must be from 0 to 65535, got {args.port}")
+    if not 0 <= args.grace < float("inf"):
+        raise UserError(f"--grace must be at least 0 seconds, got {args.grace}")
+    if args.prefix_memory < 0:
+        raise UserError(f"--prefix-memory must be at least 0, got {args.prefix_memory}")
+    import asyncio
+
+    from longrecall.serving.engine import Engine
+    from longrecall.serving.server import Server, check_aiohttp, serve
+
+    check_aiohttp()  # before a model is read
+    name = args.name or Path(args.checkpoint).resolve().name
+    with Engine(
+        args.checkpoint,
+        slots=args.slots,
+        queue=args.queue,
+        room=args.room,
+        segment=args.segment,
+        bank=args.bank,
+        prefix_bytes=args.prefix_memory << 20,
+        dtype=args.dtype,
+        device=args.device,
+    ) as engine:
+
+        def ready(host: str, port: int) -> None:
+            print(f"{name} answers on http://{host}:{port}/v1 ({engine.slots} slots)", file=sys.stderr, flush=True)
+
+        asyncio.run(serve(Server(engine, name), args.host, args.port, grace=args.grace, ready=ready))
+    return 0

@@ -1,0 +1,37 @@
+"""The engine on a GPU: captured steps of any number of rows, tokens told while the next one is under way."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from longrecall import Engine
+from tests.serving.test_engine import MODELS, SAMPLED, generated, model_of, prompts_of
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_generate(name: str) -> None:
+    """Rows come, go and move to others' places; prompts are read side by side and in captured segments."""
+    model, prompts, chance = model_of(name).cuda(), prompts_of(40), random.Random(1)
+    prompts += [prompt * 30 for prompt in prompts[:4]]
+    wanted = [1 + 7 * index % 40 for index in range(len(prompts))]
+    with Engine(model, slots=9, queue=100, segment=512) as engine:
+        requests = []
+        for prompt, count in zip(prompts, wanted, strict=True):
+            requests.append(engine.submit(prompt, max_new_tokens=count))
+            time.sleep(chance.choice((0, 0, 0.002)))
+        found = [request.result().ids for request in requests]
+        again = [engine.submit(prompts[0], max_new_tokens=9, **options, seed=3).result().ids for options in SAMPLED]
+        endless = engine.submit([1], max_new_tokens=10**3)
+        assert again == [
+            engine.submit(prompts[0], max_new_tokens=9, **options, seed=3).result().ids for options in SAMPLED
+        ]
+        endless.cancel()
+    expected = []
+    for prompt, count in zip(prompts, wanted, strict=True):
+        expected.append(generated(model, prompt, count))
+    assert found == expected
