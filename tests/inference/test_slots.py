@@ -7,19 +7,27 @@ import random
 import pytest
 import torch
 
-from longrecall.inference.slots import SlotStep, slot_room, why_no_slots
+from longrecall.inference.slots import (
+    MOST_RECORDED,
+    RecordedSlots,
+    Slots,
+    SlotStep,
+    make_slots,
+    slot_room,
+    why_no_slots,
+)
 from longrecall.models.recurrent_lm import RecurrentLM
 from tests.conftest import MIXERS
 from tests.inference.test_decoding import model_of as fixed_of
 from tests.inference.test_decoding_attention import model_of as cached_of
 
-FIXED = ("gla_conv", "gated_delta_net", "mamba2", "rwkv7", "handover")
-CACHED = ("window", "meta", "latent", "hymba", "parallel")
+FIXED = ("gated_delta_net", "mamba2", "handover")
+CACHED = ("window", "latent", "hymba")
 
 
-def as_it_comes(model: RecurrentLM, seed: int, turns: int = 24, slots: int = 5, room: int = 32) -> None:
+def as_it_comes(model: RecurrentLM, step: Slots, seed: int, turns: int = 24, most: int = 32) -> None:
     """Sequences come and go at random; every token's logits are those of one forward pass."""
-    chance, step = random.Random(seed), SlotStep(model, slots, room=room)
+    chance, slots = random.Random(seed), len(step.ids)
     live: dict[int, list[int]] = {}
     for turn in range(turns):
         free = [row for row in range(slots) if row not in live]
@@ -34,8 +42,8 @@ def as_it_comes(model: RecurrentLM, seed: int, turns: int = 24, slots: int = 5, 
             row, to = chance.choice(list(live)), chance.choice(free)
             step.move([row], [to])
             live[to] = live.pop(row)
-        if turn == turns // 2 and step.room:
-            larger = SlotStep(model, slots, room=2 * room)
+        if turn == turns // 2:
+            larger = SlotStep(model, slots, room=2 * step.room) if step.room else RecordedSlots(model, slots)
             larger.join(list(live), step.take(list(live)))
             step = larger
         for row, ids in live.items():
@@ -45,21 +53,40 @@ def as_it_comes(model: RecurrentLM, seed: int, turns: int = 24, slots: int = 5, 
         for row, ids in list(live.items()):
             # float32 sums in another order.
             torch.testing.assert_close(logits[row], model(torch.tensor([ids])).logits[0, -1], rtol=1e-4, atol=2e-5)
-            if len(ids) == room or chance.random() < 0.1:
+            if len(ids) == most or chance.random() < 0.1:
                 del live[row]
 
 
 @pytest.mark.parametrize("name", FIXED)
 @torch.no_grad()
 def test_sequences_come_and_go(name: str) -> None:
-    as_it_comes(fixed_of(MIXERS[name]), seed=3)
+    model = fixed_of(MIXERS[name])
+    as_it_comes(model, SlotStep(model, 5), seed=3)
 
 
 @pytest.mark.parametrize("name", CACHED)
 @torch.no_grad()
 def test_sequences_with_caches_come_and_go(name: str) -> None:
     """Far enough for the columns of a cache to be used round and round."""
-    as_it_comes(cached_of(name), seed=4, turns=48, room=16)
+    model = cached_of(name)
+    as_it_comes(model, SlotStep(model, 5, room=16), seed=4, turns=48, most=16)
+
+
+@pytest.mark.parametrize("name", ["gla_conv", "rwkv7"])
+@torch.no_grad()
+def test_recorded_slots(name: str) -> None:
+    model = fixed_of(MIXERS[name])
+    step = make_slots(model, 5)
+    assert isinstance(step, RecordedSlots)
+    as_it_comes(model, step, seed=5)
+
+
+def test_who_is_recorded() -> None:
+    model = fixed_of(MIXERS["gla"])
+    assert isinstance(make_slots(model, MOST_RECORDED + 1), SlotStep)
+    assert isinstance(make_slots(cached_of("full"), 2, room=16), SlotStep)
+    model.decoding.graphs = False
+    assert isinstance(make_slots(model, 2), SlotStep)
 
 
 @torch.no_grad()

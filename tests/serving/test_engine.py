@@ -236,7 +236,8 @@ def test_closing(gla: RecurrentLM) -> None:
     engine.close()
 
 
-def test_an_engine_that_nobody_holds_ends(gla: RecurrentLM) -> None:
+def test_an_engine_that_nobody_holds_ends(gla: RecurrentLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longrecall.serving.engine.IDLE", 0.02)
     engine = Engine(gla, slots=1)
     thread = engine._thread
     del engine

@@ -5,6 +5,7 @@ It computes what a plain forward pass computes, to the last bit (inference/recor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class RecordedStep:
     @torch.inference_mode(False)
     def __init__(self, model: RecurrentLM, batch: int) -> None:
         # Not the model itself, which keeps its steps: they would keep it alive.
-        self.body, self.lm_head, self.logit_scale = model.model, model.lm_head, model.logit_scale
+        self._pass = one_token(model)
         self.ids = torch.zeros(batch, dtype=torch.long, device=model.device)
         self.state: RecurrentState | None = None
         self.calls: RecordedCalls | None = None
@@ -56,10 +57,10 @@ class RecordedStep:
     def _first(self) -> Tensor | None:
         """The logits of a plain forward pass; None where from now on the recorded calls serve."""
         assert self.state is not None
-        tensors = _tensors(self.state)
+        tensors = tensors_of(self.state)
         layout = _layout(tensors)
         if self.calls is None and self.plain >= PLAIN_FIRST and not self.why_plain:
-            self._record(tensors, layout)
+            self._record(layout)
         # The state that a prompt leaves may lie otherwise in memory: then the first token is read by a plain pass.
         if self.calls is not None and layout == self.layout:
             for buffer, tensor in zip(self.calls.state, tensors, strict=True):
@@ -70,23 +71,42 @@ class RecordedStep:
         logits, self.state = self._pass(self.ids, self.state)
         return logits
 
-    def _record(self, tensors: list[Tensor], layout: list[tuple[Any, ...]]) -> None:
+    def _record(self, layout: list[tuple[Any, ...]]) -> None:
         assert self.state is not None
-        like = self.state
-
-        def function(ids: Tensor, *state: Tensor) -> list[Tensor]:
-            logits, after = self._pass(ids, _state_of(list(state), like))
-            return [logits, *_tensors(after)]
-
         try:
-            self.calls = RecordedCalls(function, self.ids, tensors)
+            self.calls = recorded(self._pass, self.ids, self.state)
         except (NotRecordable, RuntimeError) as error:
             self.why_plain = str(error) or type(error).__name__
         self.layout = layout
 
-    def _pass(self, ids: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
-        hidden, after, _, _ = self.body(self.body.embeddings(ids[:, None]), state, None, ids=ids[:, None])
-        return self.logit_scale(self.lm_head(hidden))[:, -1], after
+
+TokenPass = Callable[[Tensor, RecurrentState], tuple[Tensor, RecurrentState]]
+"""Ids ``[B]`` and a state to logits ``[B, vocab]`` and the state after them."""
+
+
+def one_token(model: RecurrentLM) -> TokenPass:
+    """The forward pass of one token, without the model itself."""
+    body, lm_head, logit_scale = model.model, model.lm_head, model.logit_scale
+
+    def read(ids: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+        hidden, after, _, _ = body(body.embeddings(ids[:, None]), state, None, ids=ids[:, None])
+        return logit_scale(lm_head(hidden))[:, -1], after
+
+    return read
+
+
+def recorded(read: TokenPass, ids: Tensor, state: RecurrentState) -> RecordedCalls:
+    """The calls of a token after such a state, with the tensors of `tensors_of` as theirs.
+
+    Raises:
+        NotRecordable, RuntimeError: they cannot be recorded.
+    """
+
+    def function(ids: Tensor, *tensors: Tensor) -> list[Tensor]:
+        logits, after = read(ids, state_of(list(tensors), state))
+        return [logits, *tensors_of(after)]
+
+    return RecordedCalls(function, ids, tensors_of(state))
 
 
 def _layout(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
@@ -94,11 +114,13 @@ def _layout(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
     return [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
 
 
-def _tensors(state: RecurrentState) -> list[Tensor]:
+def tensors_of(state: RecurrentState) -> list[Tensor]:
+    """Every tensor of a state of fixed shape, the position first."""
     return [state.position, *(tensor for layer in state.layers for tensor in layer.values())]
 
 
-def _state_of(tensors: list[Tensor], like: RecurrentState) -> RecurrentState:
+def state_of(tensors: list[Tensor], like: RecurrentState) -> RecurrentState:
+    """A state with the names of `like` of what `tensors_of` gave."""
     position, *rest = tensors
     left = iter(rest)
     layers = tuple({name: next(left) for name in layer} for layer in like.layers)

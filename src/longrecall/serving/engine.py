@@ -42,6 +42,9 @@ ROOM = 8192
 PREFIX_BYTES = 256 << 20
 """Of states of beginnings that prompts share."""
 
+IDLE = 1.0
+"""Seconds after which a thread without work lets go of its engine, which nobody else may hold any more."""
+
 Prompt = str | Sequence[int]
 
 
@@ -297,8 +300,7 @@ class Engine:
                 if not job.request.done:
                     worker.add(job)
             if not worker.busy:
-                # Now and then it lets go of the engine, which nobody may hold any more.
-                self._changed.wait(timeout=1.0)
+                self._changed.wait(timeout=IDLE)
                 return True
         worker.work()
         return True

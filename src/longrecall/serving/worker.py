@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longrecall.inference.slots import SlotStep, slot_room
+from longrecall.inference.slots import Slots, make_slots, slot_room
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.serving.prefixes import Prefixes
 from longrecall.serving.reading import Job, PromptReader, Ready, one_row
@@ -40,7 +40,7 @@ class Worker:
         self.model, self.slots, self.device = model, slots, model.device
         self.reader = PromptReader(model, segment, Prefixes(prefix_bytes))
         self.rows: list[Job | None] = [None] * slots
-        self.step: SlotStep | None = None
+        self.step: Slots | None = None
         self.chooser: Chooser | None = None
         self.pending: _Outcome | None = None
         # While a GPU works on the next token, the one before is told. A CPU has nothing to do meanwhile.
@@ -120,12 +120,12 @@ class Worker:
             self.rows[row] = job
         self.chooser = None
 
-    def _step_for(self, room: int) -> SlotStep:
+    def _step_for(self, room: int) -> Slots:
         """The step, with room for sequences of so many tokens where caches grow."""
         old = self.step
         if old is None or (old.room and room > old.room):
             room = 0 if self.reader.fixed else slot_room(room)
-            new = SlotStep(self.model, self.slots, self.model.decoding.state_dtype, room)
+            new = make_slots(self.model, self.slots, room)
             rows = [row for row, job in enumerate(self.rows) if job is not None]
             if old is not None and rows:
                 new.join(rows, old.take(rows))
