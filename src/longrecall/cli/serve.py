@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from longrecall.errors import UserError
 HELP = "answer requests over HTTP, many at once, in OpenAI's completions and chat protocol"
 EXAMPLE = (
     "longrecall serve bigger/ --port 8000 --bank texts/\n"
-    "  longrecall generate bigger/ --prompt-file book.txt --save-state texts/book.safetensors\n"
     "  curl localhost:8000/v1/completions -H 'Content-Type: application/json' "
     '-d \'{"prompt": "Who was she?", "after": "book"}\''
 )
@@ -36,6 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--prefix-memory", type=int, default=256, metavar="MIB", help="for beginnings that prompts share [%(default)s]"
     )
     parser.add_argument("--grace", type=float, default=30.0, metavar="S", help="seconds to finish in [%(default)s]")
+    parser.add_argument("--json", action="store_true", help="say where it listens as a line of JSON")
     parser.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 [as stored]")
     parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
 
@@ -68,7 +69,11 @@ def run(args: argparse.Namespace) -> int:
     ) as engine:
 
         def ready(host: str, port: int) -> None:
-            print(f"{name} answers on http://{host}:{port}/v1 ({engine.slots} slots)", file=sys.stderr, flush=True)
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+            if args.json:
+                print(json.dumps({"model": name, "url": url, "slots": engine.slots}), flush=True)
+            else:
+                print(f"{name} answers on {url} ({engine.slots} slots)", file=sys.stderr, flush=True)
 
         asyncio.run(serve(Server(engine, name), args.host, args.port, grace=args.grace, ready=ready))
     return 0
