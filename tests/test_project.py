@@ -159,7 +159,7 @@ def late(path: Path) -> Iterator[tuple[str, bool]]:
         node, is_late = waiting.pop()
         if isinstance(node, ast.expr):
             continue
-        is_late = is_late or isinstance(node, ast.FunctionDef | ast.Try) or _for_types(node)
+        is_late = is_late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Try) or _for_types(node)
         waiting += [(inner, is_late) for inner in ast.iter_child_nodes(node)]
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

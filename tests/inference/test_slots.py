@@ -114,6 +114,6 @@ def test_models_that_have_no_slots_say_why() -> None:
 
 def test_few_counts_of_rows_and_few_rooms() -> None:
     step = SlotStep(fixed_of(MIXERS["gla"]), 70)
-    assert step.counts == [1, 2, 4, 8, 16, 32, 64, 70]
-    assert [step.count_for(rows) for rows in (1, 3, 33, 65, 70)] == [1, 4, 64, 70, 70]
+    assert step.counts == [1, 2, 4, 8, 16, 32, 48, 64, 70]
+    assert [step.count_for(rows) for rows in (1, 3, 33, 65, 70)] == [1, 4, 48, 70, 70]
     assert [slot_room(tokens) for tokens in (1, 256, 257)] == [256, 256, 512]

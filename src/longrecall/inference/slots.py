@@ -25,7 +25,7 @@ from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 from longrecall.ops.execution import prefetching
 
-FINE = 32
+FINE = 16
 """Counts of rows with a graph of their own: powers of two up to this, and its multiples."""
 
 MOST_RECORDED = 64

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ class Engine:
 
         Raises:
             UserError: the model's layers cannot be decoded in slots; a number that makes no sense.
+            torch.OutOfMemoryError: the states of so many slots do not fit into memory.
         """
         if not isinstance(model, RecurrentLM):
             checkpoint = open_checkpoint(model)
@@ -117,9 +119,12 @@ class Engine:
         self._closing = self._ended = False
         worker = Worker(model, slots, segment, prefix_bytes)
         self._running = lambda: worker.running + len(worker.reader.waiting)
-        self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), worker), daemon=True)
-        self._thread.name = "longrecall engine"
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=_serve, args=(weakref.ref(self), worker, started), name="longrecall engine", daemon=True
+        )
         self._thread.start()
+        started.result()
 
     def submit(
         self,
@@ -315,8 +320,15 @@ class Engine:
             request.fail(RuntimeError(f"the engine has broken down: {type(error).__name__}: {error}"))
 
 
-def _serve(engine: weakref.ref[Engine], worker: Worker) -> None:
+def _serve(engine: weakref.ref[Engine], worker: Worker, started: Future[None]) -> None:
     """The engine's thread; an engine that nobody holds any more ends it."""
+    try:
+        worker.prepare()
+    except BaseException as error:
+        started.set_exception(error)
+        return
+    started.set_result(None)
+    del started
     while (held := engine()) is not None:
         try:
             if not held._turn(worker):

@@ -17,7 +17,10 @@ from longrecall.serving.request import Request
 from longrecall.serving.sampling import Sampling
 
 MOST_ROWS = 64
-"""Prompts that are read side by side."""
+"""Prompts that are read side by side at most."""
+
+WORTH_A_PASS = 8
+"""So many prompts side by side take a GPU as long as one after the other in captured segments, about."""
 
 
 @dataclass(eq=False)
@@ -66,6 +69,7 @@ class PromptReader:
     def __init__(self, model: RecurrentLM, segment: int, prefixes: Prefixes) -> None:
         self.model, self.segment, self.prefixes = model, segment, prefixes
         self.fixed = why_not_fixed(model) is None
+        self.captures = self.fixed and not model.config.memory_tokens and why_no_graph(model) is None
         self.waiting: list[Job] = []
 
     def add(self, job: Job) -> None:
@@ -94,7 +98,7 @@ class PromptReader:
             if not apart and length // 2 <= own <= 2 * length:
                 found.append(job)
                 length = widest
-        return found
+        return [first] if self.captures and len(found) < WORTH_A_PASS else found
 
     @torch.no_grad()
     def read(self, jobs: list[Job]) -> Ready | None:
@@ -142,7 +146,7 @@ class PromptReader:
 
     def _captured(self, ids: Tensor, state: RecurrentState | None) -> tuple[Tensor, RecurrentState] | None:
         """The same for one row in captured segments, where these are faster."""
-        if not self.fixed or self.model.config.memory_tokens or why_no_graph(self.model) is not None:
+        if not self.captures:
             return None
         with self.model.captured_steps.alone() as alone:
             return read_prompt(self.model, captured_segments(self.model, 1), ids, state) if alone else None

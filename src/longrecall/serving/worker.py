@@ -17,6 +17,9 @@ from longrecall.serving.reading import Job, PromptReader, Ready, one_row
 from longrecall.serving.request import LENGTH, NoNumbers, TokenLogprobs
 from longrecall.serving.sampling import NOT_FINITE, Chooser, Chosen
 
+FIRST_ROOM = 256
+"""Tokens of a sequence that slots have room for at first, in models whose caches grow."""
+
 NO_NUMBERS = (
     "the model's logits became NaN or infinite, so there is no next token; longrecall diagnose CKPT --text FILE says "
     "which layer breaks, and where"
@@ -45,6 +48,10 @@ class Worker:
         self.pending: _Outcome | None = None
         # While a GPU works on the next token, the one before is told. A CPU has nothing to do meanwhile.
         self.lags = self.device.type == "cuda"
+
+    def prepare(self) -> None:
+        """Capture or record steps before the first request comes."""
+        self._step_for(FIRST_ROOM)
 
     @property
     def free(self) -> int:
