@@ -25,6 +25,13 @@ FIXED = ("gated_delta_net", "mamba2", "handover")
 CACHED = ("window", "latent", "hymba")
 
 
+def another(model: RecurrentLM, step: Slots) -> Slots:
+    """Slots of the same kind, with more room."""
+    if isinstance(step, SlotStep):
+        return SlotStep(model, len(step.ids), room=2 * step.room, fused=step.fused)
+    return RecordedSlots(model, len(step.ids))
+
+
 def as_it_comes(model: RecurrentLM, step: Slots, seed: int, turns: int = 24, most: int = 32) -> None:
     """Sequences come and go at random; every token's logits are those of one forward pass."""
     chance, slots = random.Random(seed), len(step.ids)
@@ -33,7 +40,7 @@ def as_it_comes(model: RecurrentLM, step: Slots, seed: int, turns: int = 24, mos
         free = [row for row in range(slots) if row not in live]
         if free and chance.random() < 0.6:
             rows = chance.sample(free, min(len(free), chance.randint(1, 2)))
-            length = chance.randint(1, 10)
+            length = chance.randint(1, min(10, most - 1))
             ids = torch.tensor([[chance.randrange(40) for _ in range(length)] for _ in rows])
             step.join(rows, model(ids).past_key_values)
             live |= dict(zip(rows, ids.tolist(), strict=True))
@@ -43,7 +50,7 @@ def as_it_comes(model: RecurrentLM, step: Slots, seed: int, turns: int = 24, mos
             step.move([row], [to])
             live[to] = live.pop(row)
         if turn == turns // 2:
-            larger = SlotStep(model, slots, room=2 * step.room) if step.room else RecordedSlots(model, slots)
+            larger = another(model, step)
             larger.join(list(live), step.take(list(live)))
             step = larger
         for row, ids in live.items():
@@ -70,6 +77,15 @@ def test_sequences_with_caches_come_and_go(name: str) -> None:
     """Far enough for the columns of a cache to be used round and round."""
     model = cached_of(name)
     as_it_comes(model, SlotStep(model, 5, room=16), seed=4, turns=48, most=16)
+
+
+@pytest.mark.parametrize("name", ["full", "meta"])
+@torch.no_grad()
+def test_slots_in_kernels(name: str) -> None:
+    """In Triton's interpreter: the kernel of attention reads all columns once they are used round and round."""
+    pytest.importorskip("triton")
+    model = cached_of(name)
+    as_it_comes(model, SlotStep(model, 5, room=8, fused=True), seed=6, turns=12, most=8)
 
 
 @pytest.mark.parametrize("name", ["gla_conv", "rwkv7"])

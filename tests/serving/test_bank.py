@@ -41,6 +41,20 @@ def test_answers_are_those_to_the_text_itself(name: str, tmp_path: Path) -> None
         assert engine.submit([7, 8], after="book", max_new_tokens=12).result().ids == here
 
 
+def test_shared_beginnings_know_what_came_before(tmp_path: Path) -> None:
+    """The same prompts, after a text and after nothing: each goes on from its own state."""
+    model, begin = model_of("hybrid"), TEXT[:300][::-1]
+    with Engine(model, slots=2, bank=tmp_path) as engine:
+        assert engine.bank is not None
+        engine.bank.add("book", TEXT)
+        for last in (1, 2, 3):
+            found = engine.submit([*begin, last], after="book", max_new_tokens=4).result()
+            plain = engine.submit([*begin, last], max_new_tokens=4).result()
+            assert found.ids == generated(model, [*TEXT, *begin, last], 4)
+            assert plain.ids == generated(model, [*begin, last], 4)
+            assert found.cached_tokens == plain.cached_tokens == (256 if last == 3 else 0)
+
+
 @pytest.mark.slow
 def test_another_process_answers_the_same(tmp_path: Path) -> None:
     """And what it adds is here too."""

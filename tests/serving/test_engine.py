@@ -19,7 +19,10 @@ from longrecall.models.byte_tokenizer import byte_tokenizer
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.serving import Overloaded, RequestOptions
-from longrecall.serving.request import CANCELLED, LENGTH, STOP, Closed
+from longrecall.serving.reading import Job
+from longrecall.serving.request import CANCELLED, LENGTH, STOP, Closed, Request
+from longrecall.serving.sampling import Sampling
+from longrecall.serving.worker import Worker
 from tests.conftest import MIXERS
 
 MODELS: dict[str, list[str]] = {
@@ -64,9 +67,16 @@ def engine(gla: RecurrentLM) -> Iterator[Engine]:
         yield found
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_tokens_are_those_of_generate(name: str) -> None:
-    """Requests come at random moments and are of all lengths; prompts are read in several segments."""
+@pytest.mark.parametrize("name", [*MODELS, "as on a GPU"])
+def test_tokens_are_those_of_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come at random moments and are of all lengths; prompts are read in several segments.
+
+    As on a GPU: a token is told while the next one is under way, and sequences move to fill the first rows.
+    """
+    if name not in MODELS:
+        name = "gla"
+        monkeypatch.setattr("longrecall.serving.worker.LAGGING", ("cpu",))
+        monkeypatch.setattr("longrecall.inference.slots.MOST_RECORDED", 0)
     model, prompts, chance = model_of(name), prompts_of(14), random.Random(1)
     wanted = [1 + 3 * index % 17 for index in range(len(prompts))]
     with Engine(model, slots=4, queue=100, segment=16) as engine:
@@ -208,6 +218,38 @@ def test_too_many_requests_are_refused(engine: Engine) -> None:
 def test_generate_waits_for_the_queue(gla: RecurrentLM, engine: Engine) -> None:
     prompts = prompts_of(12)
     assert [x.ids for x in engine.generate(prompts, max_new_tokens=5)] == [generated(gla, p, 5) for p in prompts]
+
+
+def test_nobody_waits_longer_than_a_segment(gla: RecurrentLM) -> None:
+    """A token of those who write between any two segments; short prompts overtake a long one."""
+    worker = Worker(gla, 3, 16, 0)
+    given = ([1], 30), ([2] * 160, 2), ([3], 4)
+    requests = [Request(prompt, RequestOptions(max_new_tokens=count)) for prompt, count in given]
+    jobs = [Job(request, Sampling(request.options, request.prompt, 40, gla.device)) for request in requests]
+    worker.add(jobs[0])
+    worker.work()
+    worker.add(jobs[1])
+    worker.work()
+    worker.add(jobs[2])
+    before = len(requests[0].ids)
+    for turn in range(1, 10):
+        worker.work()
+        assert len(requests[0].ids) == before + turn and jobs[1].read <= 16 * (turn + 1)
+    assert requests[2].done and not requests[1].ids
+    while worker.busy:
+        worker.work()
+        worker.drop_ended()
+    assert [request.ids for request in requests] == [generated(gla, prompt, count) for prompt, count in given]
+
+
+def test_a_callback_that_fails_is_its_callers_own(engine: Engine) -> None:
+    def fail(token: int) -> None:
+        raise KeyError(token)
+
+    other = engine.submit([2], max_new_tokens=20)
+    with pytest.raises(KeyError):
+        engine.submit([1], max_new_tokens=20, on_token=fail).result()
+    assert len(other.result().ids) == 20
 
 
 def test_many_threads(gla: RecurrentLM) -> None:

@@ -89,8 +89,15 @@ class SlotStep(DecodingStep):
     used round and round by all slots together.
     """
 
-    def __init__(self, model: RecurrentLM, slots: int, state_dtype: torch.dtype | None = None, room: int = 0) -> None:
-        super().__init__(model, slots, state_dtype, room=room if why_not_fixed(model) is not None else 0)
+    def __init__(
+        self,
+        model: RecurrentLM,
+        slots: int,
+        state_dtype: torch.dtype | None = None,
+        room: int = 0,
+        fused: bool | None = None,
+    ) -> None:
+        super().__init__(model, slots, state_dtype, fused, room if why_not_fixed(model) is not None else 0)
         if self.tokens is not None:
             raise ValueError("sequences of a model with retrieval layers cannot join others")
         fine = [1 << i for i in range(FINE.bit_length()) if 1 << i < min(FINE, slots)]

@@ -114,7 +114,7 @@ class Engine:
         self.end_tokens = _end_tokens(model, tokenizer)
         self.bank = None if bank is None else Bank(bank, model, tokenizer, self._read_only)
         self._waiting: deque[Job] = deque()
-        self._changed = threading.Condition()
+        self._changed, self._encoding = threading.Condition(), threading.Lock()
         self._inside: set[Request] = set()
         self._closing = self._ended = False
         worker = Worker(model, slots, segment, prefix_bytes)
@@ -228,7 +228,8 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UserError("the engine has no tokenizer: give token ids, or Engine(..., tokenizer=...)")
-            ids = list(self.tokenizer.encode(prompt, add_special_tokens=special))
+            with self._encoding:
+                ids = list(self.tokenizer.encode(prompt, add_special_tokens=special))
         else:
             ids = [int(token) for token in prompt]
         if not ids:

@@ -109,7 +109,10 @@ class PromptReader:
         done = []
         for row, (job, end) in enumerate(zip(jobs, ends, strict=True)):
             job.read = end
+            # Those who have more to read wait for the others' first segments: a short prompt overtakes a long one.
+            self.waiting.remove(job)
             if end < len(job.request.prompt):
+                self.waiting.append(job)
                 job.state = after if len(jobs) == 1 else one_row(after, row)
                 if end in job.stops:
                     self.prefixes.keep(job.stops.pop(end), job.state)
@@ -119,7 +122,6 @@ class PromptReader:
             return None
         finished = [jobs[row] for row in done]
         for job in finished:
-            self.waiting.remove(job)
             job.state = job.start = None
         if len(done) < len(jobs):
             index = torch.tensor(done, device=logits.device)

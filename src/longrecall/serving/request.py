@@ -243,8 +243,12 @@ class Request:
                 self.finish_reason = STOP
             elif len(self.ids) == self.options.max_new_tokens:
                 self.finish_reason = LENGTH
-        if self._on_token is not None:
-            self._on_token(token)
+        try:
+            if self._on_token is not None:
+                self._on_token(token)
+        except Exception as error:
+            # The caller's own, who is told by the result. A request that had just ended stays as it was.
+            self.fail(error)
         self._tell()
 
     def finish(self, reason: str) -> None:

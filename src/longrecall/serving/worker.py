@@ -17,6 +17,9 @@ from longrecall.serving.reading import Job, PromptReader, Ready, one_row
 from longrecall.serving.request import LENGTH, NoNumbers, TokenLogprobs
 from longrecall.serving.sampling import NOT_FINITE, Chooser, Chosen
 
+LAGGING = ("cuda",)
+"""Devices that work on the next token while the one before is told; on a CPU both are the same processor's work."""
+
 FIRST_ROOM = 256
 """Tokens of a sequence that slots have room for at first, in models whose caches grow."""
 
@@ -46,8 +49,7 @@ class Worker:
         self.step: Slots | None = None
         self.chooser: Chooser | None = None
         self.pending: _Outcome | None = None
-        # While a GPU works on the next token, the one before is told. A CPU has nothing to do meanwhile.
-        self.lags = self.device.type == "cuda"
+        self.lags = self.device.type in LAGGING
 
     def prepare(self) -> None:
         """Capture or record steps before the first request comes."""
@@ -165,7 +167,7 @@ class Worker:
 
     def _sent(self, told: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         """Tokens on their way to the CPU, and what tells that they are there."""
-        if not self.lags:
+        if self.device.type != "cuda":
             return told, None
         here = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
         here.copy_(told, non_blocking=True)
