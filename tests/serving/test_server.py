@@ -82,6 +82,11 @@ def test_completions(engine: Engine) -> None:
         told = found["choices"][0]["logprobs"]
         assert len(told["tokens"]) == len(told["token_logprobs"]) == 20 and len(told["top_logprobs"][0]) == 2
         assert found["usage"]["prompt_tokens"] == 9
+        parts = [part["choices"][0] for part in await events(client, sampled)]
+        for index, choice in enumerate(found["choices"]):
+            own = [part for part in parts if part["index"] == index]
+            assert "".join(part["text"] for part in own) == choice["text"]
+            assert sum(len(part["logprobs"]["tokens"]) for part in own) == 20
         # Extensions, and fields that ask for nothing.
         more = {"top_k": 1, "presence_penalty": 0, "user": "me", "echo": False, "stop": expected[5:7]}
         found = (await post(client, body | {"temperature": 1} | more))[1]
