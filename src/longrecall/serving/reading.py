@@ -69,7 +69,7 @@ class PromptReader:
     def __init__(self, model: RecurrentLM, segment: int, prefixes: Prefixes) -> None:
         self.model, self.segment, self.prefixes = model, segment, prefixes
         self.fixed = why_not_fixed(model) is None
-        self.captures = self.fixed and not model.config.memory_tokens and why_no_graph(model) is None
+        self.captures = not model.config.memory_tokens and why_no_graph(model) is None
         self.waiting: list[Job] = []
 
     def add(self, job: Job) -> None:
@@ -147,8 +147,8 @@ class PromptReader:
         return out.logits[:, -1], out.past_key_values
 
     def _captured(self, ids: Tensor, state: RecurrentState | None) -> tuple[Tensor, RecurrentState] | None:
-        """The same for one row in captured segments, where these are faster."""
-        if not self.captures:
+        """The same for one row in captured segments; None where the model's forward pass is to choose its way."""
+        if not (self.captures and self.fixed):
             return None
         with self.model.captured_steps.alone() as alone:
             return read_prompt(self.model, captured_segments(self.model, 1), ids, state) if alone else None

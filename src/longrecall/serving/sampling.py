@@ -29,7 +29,7 @@ class Sampling:
         """bool ``[vocab]``: tokens that count as repeated; None where that makes no difference."""
         if options.repetition_penalty != 1:
             self.seen = torch.zeros(vocabulary, dtype=torch.bool, device=device)
-            self.seen[torch.tensor(list(prompt), device=device)] = True
+            self.seen[torch.tensor(list(prompt), dtype=torch.long, device=device)] = True
 
 
 @dataclass(frozen=True)
