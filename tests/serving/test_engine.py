@@ -300,6 +300,47 @@ def test_logits_that_are_no_numbers() -> None:
         assert len(engine.submit([1, 2], max_new_tokens=3).result().ids) == 3
 
 
+def test_a_step_that_fails_ends_those_in_it(gla: RecurrentLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who wait are answered; so are later ones."""
+    with Engine(gla, slots=1) as engine:
+        endless = engine.submit([1], max_new_tokens=10**6)
+        waiting = engine.submit([2], max_new_tokens=5)
+        next(endless.tokens())
+        broken, whole = threading.Event(), Worker._decode
+
+        def once(worker: Worker) -> None:
+            if not broken.is_set():
+                broken.set()
+                raise RuntimeError("no memory")
+            whole(worker)
+
+        monkeypatch.setattr(Worker, "_decode", once)
+        with pytest.raises(RuntimeError, match="no memory"):
+            endless.result(timeout=60)
+        assert waiting.result(timeout=60).ids == generated(gla, [2], 5)
+
+
+def test_what_fails_at_the_start_is_told_there(gla: RecurrentLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(worker: Worker) -> None:
+        raise torch.OutOfMemoryError("too many slots")
+
+    monkeypatch.setattr(Worker, "prepare", prepare)
+    with pytest.raises(torch.OutOfMemoryError, match="too many"):
+        Engine(gla, slots=1)
+
+
+def test_what_must_not_happen_leaves_nobody_waiting(gla: RecurrentLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "drop_ended", lambda worker: 1 / 0)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    engine = Engine(gla, slots=1)
+    try:
+        with pytest.raises((RuntimeError, Closed), match="broken down: ZeroDivisionError"):
+            engine.submit([1]).result(timeout=60)
+        assert engine.broken
+    finally:
+        engine.close()
+
+
 def test_beginnings_that_prompts_share(gla: RecurrentLM) -> None:
     """The third prompt with a beginning goes on from its state; tokens are those without."""
     begin = prompts_of(1, seed=5)[0] * 60

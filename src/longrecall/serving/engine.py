@@ -117,6 +117,8 @@ class Engine:
         self._changed, self._encoding = threading.Condition(), threading.Lock()
         self._inside: set[Request] = set()
         self._closing = self._ended = False
+        self.broken: str | None = None
+        """What has ended the engine, which must not happen; None while nothing has."""
         worker = Worker(model, slots, segment, prefix_bytes)
         self._running = lambda: worker.running + len(worker.reader.waiting)
         started: Future[None] = Future()
@@ -273,7 +275,7 @@ class Engine:
     def _enqueue(self, job: Job, must: bool = False) -> Request:
         with self._changed:
             if self._closing:
-                raise Closed("the engine is closed")
+                raise Closed(self.broken or "the engine is closed")
             if len(self._inside) >= self.slots + self.queue and not must:
                 raise Overloaded(
                     f"all {self.slots} slots are taken and {self.queue} requests wait already; try again later"
@@ -314,11 +316,12 @@ class Engine:
     def _broke(self, error: BaseException) -> None:
         """What must not happen: nobody is left waiting."""
         with self._changed:
+            self.broken = f"the engine has broken down: {type(error).__name__}: {error}"
             self._closing = self._ended = True
             left, self._inside = list(self._inside), set()
             self._changed.notify_all()
         for request in left:
-            request.fail(RuntimeError(f"the engine has broken down: {type(error).__name__}: {error}"))
+            request.fail(RuntimeError(self.broken))
 
 
 def _serve(engine: weakref.ref[Engine], worker: Worker, started: Future[None]) -> None:

@@ -88,8 +88,8 @@ class Server:
         """Whether it takes requests, and how busy it is."""
         from aiohttp import web
 
-        status = "closing" if self.closing else "ok"
-        return web.json_response({"status": status, **self.engine.load()}, status=503 if self.closing else 200)
+        status = self.engine.broken or ("closing" if self.closing else "ok")
+        return web.json_response({"status": status, **self.engine.load()}, status=200 if status == "ok" else 503)
 
     async def models(self, request: web.Request) -> web.Response:
         """The one model."""
