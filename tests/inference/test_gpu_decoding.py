@@ -11,6 +11,7 @@ import torch
 from longrecall.inference.reading import captured_segments, captured_step, read_captured, read_prompt
 from longrecall.inference.segments import SEGMENT
 from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.ops.execution import whole_texts
 from tests.conftest import MIXERS
 from tests.inference.test_decoding import FIXED, model_of
 from tests.inference.test_decoding_attention import LAYERS
@@ -41,6 +42,46 @@ def test_generate_gives_the_same_tokens_as_without_a_graph(name: str, options: d
     assert torch.equal(generate(model, **options), expected)
     assert torch.equal(generate(model, **options), expected)
     assert list(model.captured_steps) == [("segments", 3), ("step", 3, None)]
+
+
+CHOICES: list[dict[str, Any]] = [
+    {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "eos_token_id": [3]},
+    {"do_sample": True, "min_p": 0.1, "typical_p": 0.9},
+    {"eos_token_id": [7], "max_new_tokens": 90},
+    {"repetition_penalty": 1.3},
+    {"max_new_tokens": 15},
+]
+
+
+def test_choices_give_the_same_tokens_in_any_order() -> None:
+    """Captured with the step one after the other, also where a text has filled the room before."""
+    models = [model_of(MIXERS["gla_conv"]), attention_model(next(iter(LAYERS)))]
+    for model in (one.cuda() for one in models):
+        for options in (*CHOICES, *reversed(CHOICES)):
+            model.decoding.graphs = False
+            expected = generate(model, **options)
+            model.decoding.graphs = True
+            assert torch.equal(generate(model, **options), expected), options
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_plain_calls_in_captured_segments(name: str) -> None:
+    model = model_of(MIXERS[name]).cuda()
+    ids = torch.arange(700, device="cuda").view(1, 700) * 7 % 40
+    with torch.no_grad():
+        with whole_texts():
+            expected = model(ids)
+        for _ in range(3):
+            found = model(ids)
+            torch.testing.assert_close(found.logits, expected.logits, rtol=1e-3, atol=1e-4)
+        assert ("segments", 1) in model.captured_steps
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+        with whole_texts():
+            expected = model(ids, past_key_values=found.past_key_values)
+        found = model(ids, past_key_values=found.past_key_values)
+    # Float32 sums in another order, over 1,400 tokens.
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

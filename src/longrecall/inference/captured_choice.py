@@ -25,7 +25,6 @@ SERVED = (
     processors.MinPLogitsWarper,
     processors.TypicalLogitsWarper,
     processors.EpsilonLogitsWarper,
-    processors.EtaLogitsWarper,
 )
 """Processors that look at the scores of this token alone. Others, of penalties for instance, read all ids so far."""
 
@@ -75,7 +74,9 @@ class CapturedChoice:
         self.columns, self._written = columns, torch.zeros(step.batch, columns, dtype=torch.long, device=device)
         self._column = torch.zeros(1, dtype=torch.long, device=device)
         self._running = torch.ones(step.batch, dtype=torch.bool, device=device)
-        # The runs before the recording draw numbers, which nobody may notice.
+        # The runs before the recording read on: there must be room, also where the last text has filled it.
+        step.clear()
+        # They draw numbers, too, which nobody may notice.
         drawn = torch.cuda.get_rng_state(device)
         try:
             self._graph = record(lambda: self._choose(step), 2, recording_stream(device))

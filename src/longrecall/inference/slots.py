@@ -134,7 +134,7 @@ class SlotStep(DecodingStep):
             graph = record(work, 2, recording_stream(self.ids.device), pool=pool)
             pool = graph.pool()
             self.graphs[count] = graph, kept[0]
-        self._clear()
+        self.clear()
 
     def decode(self, rows: int) -> Tensor:
         count = self.count_for(rows)

@@ -66,7 +66,7 @@ class DecodingStep:
         self.buffers = tuple(step.allocate() for step in self.steps)
         # Memory tokens come before every text.
         self.start = model.zero_state(batch) if model.config.memory_tokens else None
-        self._clear()
+        self.clear()
         self._form_tables()
         self.graph: torch.cuda.CUDAGraph | None = None
         # Of inference/captured_choice.py: what was captured for these logits and ids.
@@ -97,7 +97,8 @@ class DecodingStep:
         context = None if self.tokens is None else self.tokens[:, : self.width].clone()
         return RecurrentState(state.map(Tensor.clone).layers, self.position.clone(), self.columns, context)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Go back to the state before the first token; only that of memory tokens is read already."""
         self.position.zero_()
         if self.tokens is not None:
             self.tokens.fill_(NO_TOKEN)
@@ -134,7 +135,7 @@ class DecodingStep:
     def capture(self) -> None:
         """Record the step; the buffers are left as they were after construction (zeros)."""
         self.graph = record(self._keep_logits, 2, recording_stream(self.ids.device))
-        self._clear()
+        self.clear()
 
     def _keep_logits(self) -> None:
         self.logits = self._run()
