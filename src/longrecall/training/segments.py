@@ -14,6 +14,7 @@ from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 from longrecall.training.initial_states import InitialState
 from longrecall.training.initial_states.base import keep_rows, without_rows
+from longrecall.training.sending import send
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Segments:
         return {
             "input_ids": input_ids.reshape(1, -1),
             "labels": labels.masked_fill(first, -100).reshape(1, -1),
-            "cu_seqlens": torch.cat([self.row * self.length + self.begin, ends]).to(input_ids.device),
+            "cu_seqlens": send(torch.cat([self.row * self.length + self.begin, ends]), input_ids.device),
         }
 
     def spread(
@@ -76,7 +77,7 @@ class Segments:
         spread = state if self.whole_rows else state.select_rows(self.row)
         if bool(keep.all()):
             return spread
-        keep = keep.to(spread.position.device)
+        keep = send(keep, spread.position.device)
         layers = tuple(without_rows(layer, keep) for layer in spread.layers)
         if beginning is not None:
             fresh = beginning(len(keep)).layers

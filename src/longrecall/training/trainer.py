@@ -39,6 +39,7 @@ from longrecall.training.recipe import Recipe
 from longrecall.training.recipe_states import LearnedRecipe
 from longrecall.training.schedule import handover_progress, rate_factor
 from longrecall.training.segments import Segments, read_batch
+from longrecall.training.sending import send
 from longrecall.training.watch import FiniteWatch, describe_place
 
 LOSS, AUXILIARY = SUMS
@@ -153,7 +154,8 @@ class RecurrentTrainer(Trainer):
         """Return the micro-batches of one step and the number of their labels, over all processes."""
         batches = [next(epoch_iterator) for _ in range(num_batches)]
         self.micro_batches_left = num_batches
-        labels = torch.stack([label_count(batch["labels"]) for batch in batches]).sum().to(device)
+        labels = torch.stack([label_count(batch["labels"]) for batch in batches]).sum()
+        labels = send(labels, torch.device(device))
         place = self.job.processes
         if place.world > 1:
             # The processes of a context group have the same rows.
@@ -169,7 +171,7 @@ class RecurrentTrainer(Trainer):
         step = self.state.global_step + 1
         text, starts = inputs.pop("text"), inputs.pop("starts")
         self._place = describe_place(origin, inputs.pop("first"), job.processes.data_rank)
-        batch = self._prepare_inputs(inputs)
+        batch = {name: send(tensor, self.args.device) for name, tensor in inputs.items()}
         apart = job.recipe.data.reset_documents or job.initial.continues
         segments = Segments.of(starts, batch["input_ids"].shape[1]) if apart else None
         auxiliary: list[Tensor] = []

@@ -14,6 +14,7 @@ from longrecall.layers.stepping.cache import PADDING_POSITION
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 from longrecall.training.recipe_states import AnyIntervention
+from longrecall.training.sending import send
 from longrecall.training.sources import random_generator
 
 ROW_STREAM = 4
@@ -228,7 +229,7 @@ class AttentionWindow:
         """The state with the carried caches in the chosen rows (bool ``[B]``), whose positions go on."""
         if not self._caches:
             return state
-        keep = chosen.to(position.device)
+        keep = send(chosen, position.device)
         caches = (
             {name: layer[name] for names in paths for name in names}
             for layer, paths in zip(carried, self._caches, strict=True)
@@ -270,7 +271,7 @@ def filled_state(
     if not bool(chosen.any()) and not alike:
         return None
     zero = model.zero_state(len(chosen))
-    keep = None if bool(chosen.all()) and not alike else chosen.to(zero.position.device)
+    keep = None if bool(chosen.all()) and not alike else send(chosen, zero.position.device)
     layers: list[LayerState] = [dict(layer) for layer in zero.layers]
     for index, name, empty in each_tensor(zero.layers, convolution):
         tensor = fill(index, name, empty).to(empty.dtype)

@@ -17,6 +17,7 @@ from longrecall.models.state import RecurrentState
 from longrecall.training.initial_states.base import BatchRows, RowChoice, keep_rows, takes_part
 from longrecall.training.optimizer import INITIAL_STATE
 from longrecall.training.recipe_states import LearnedRecipe
+from longrecall.training.sending import send
 
 FINISHED_PATH = "new."
 """What a handover layer calls the state of the path that stays."""
@@ -85,7 +86,7 @@ class Learned:
         """
         chosen = self._rows.draw(text, row)
         zero = self._model.zero_state(len(text))
-        keep = chosen.to(zero.position.device)
+        keep = send(chosen, zero.position.device)
         layers = tuple(
             {name: self._expanded(index, name, empty, keep) for name, empty in layer.items()}
             for index, layer in enumerate(zero.layers)

@@ -23,6 +23,7 @@ from longrecall.training.initial_states.base import (
     without_rows,
 )
 from longrecall.training.recipe_states import TruncatedBpttRecipe
+from longrecall.training.sending import send
 
 
 class TruncatedBptt:
@@ -58,14 +59,14 @@ class TruncatedBptt:
         )
         if state is None:
             return None
-        state = replace(state, position=keep_rows(self._position, chosen.to(self._position.device)))
+        state = replace(state, position=keep_rows(self._position, send(chosen, self._position.device)))
         return self._window.given(state, carried, self._position, chosen)
 
     def after_batch(self, final: RecurrentState) -> None:
         """Keep where each row of text stopped; rows of tasks keep what they had."""
         if self._text is None:
             raise RuntimeError("after_batch comes after before_batch")
-        text = self._text.to(final.position.device)
+        text = send(self._text, final.position.device)
         every, old = bool(self._text.all()), self._carried
         layers: list[LayerState] = []
         windows = self._window.newest(final.layers)
