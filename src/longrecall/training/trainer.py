@@ -154,8 +154,7 @@ class RecurrentTrainer(Trainer):
         """Return the micro-batches of one step and the number of their labels, over all processes."""
         batches = [next(epoch_iterator) for _ in range(num_batches)]
         self.micro_batches_left = num_batches
-        labels = torch.stack([label_count(batch["labels"]) for batch in batches]).sum()
-        labels = send(labels, torch.device(device))
+        labels = send(torch.stack([label_count(batch["labels"]) for batch in batches]).sum(), torch.device(device))
         place = self.job.processes
         if place.world > 1:
             # The processes of a context group have the same rows.
