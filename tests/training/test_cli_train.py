@@ -36,6 +36,19 @@ def test_dry_run_prints_the_plan(recipe_file: str, tmp_path: Path, capsys: pytes
     assert not (tmp_path / "out").exists()
 
 
+def test_the_dry_run_counts_every_process(
+    recipe_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = ["--set", "parallel={replicate: 3, context: 2}"]
+    assert main(["train", recipe_file, "--dry-run", "--set", "run.steps=9", *mesh]) == 0
+    out = capsys.readouterr().out
+    assert "9 on 6 processes: replicate 3 x shard 1 x context 2\n" in out
+    assert f"tokens           {9 * 3 * 2 * 3 * 48:,}\n" in out  # those of a context group read the same rows
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["train", recipe_file, "--dry-run", *mesh]) == 2
+    assert "6 processes, but there are 4" in capsys.readouterr().err
+
+
 def test_train_and_resume_print_json(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert verb.run(arguments(recipe_file, "--json", "--set", "run.steps=2", "--set", "run.batch_size=1")) == 0
     summary = json.loads(capsys.readouterr().out)

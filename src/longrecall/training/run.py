@@ -80,8 +80,16 @@ def run_recipe(
         if dry_run:
             recipe = launched(recipe, world_size(), said)
             source, tokenizer = _source(recipe, output)
-            stream = BatchStream(recipe.data, tokenizer, recipe.run.batch_size, continued=recipe.continues)
-            summary = plan(recipe, source, 1, stream, output / FINAL_FOLDER, dry_run=True)
+            # Alone it stands for as many processes as the recipe asks for.
+            world = world_size() if world_size() > 1 else recipe.parallel.least()
+            stream = BatchStream(
+                recipe.data,
+                tokenizer,
+                recipe.run.batch_size,
+                data_world=world // recipe.parallel.context,
+                continued=recipe.continues,
+            )
+            summary = plan(recipe, source, world, stream, output / FINAL_FOLDER, dry_run=True)
             return described(summary, prepare_evaluation(recipe, tokenizer))
         if torch.cuda.is_available() and not on_cpu():
             check_devices(torch.cuda.device_count())
@@ -107,7 +115,7 @@ def run_recipe(
                     continued=recipe.continues,
                 )
                 arguments.max_steps = recipe.steps(place.data_world)
-                summary = plan(recipe, source, place.data_world, stream, output / FINAL_FOLDER, dry_run=False)
+                summary = plan(recipe, source, place.world, stream, output / FINAL_FOLDER, dry_run=False)
                 evaluation = prepare_evaluation(recipe, tokenizer)
             with place.together():
                 job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
@@ -262,6 +270,8 @@ def _train(job: Job, arguments: TrainingArguments) -> None:
         with warnings.catch_warnings(), compiled_layers(job.model, wanted=job.recipe.run.compile):
             # FSDP would not see a change in place of views among what a layer returns; nobody makes one.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+            # Newer torch has another name for an argument that the Trainer hands on; every process would say so.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             trainer.train()
     except RuntimeError:
         # Another process may have died: what writes a checkpoint with it would wait for ever, and others for this one.
