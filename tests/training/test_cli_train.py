@@ -78,6 +78,14 @@ def test_a_run_does_not_write_into_the_checkpoint_that_it_trains(
     assert sorted(base.rglob("*")) == before
 
 
+def test_a_refused_run_leaves_no_folder(recipe_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", recipe_file, "--set", "data.sources.0.path=nowhere.txt"]) == 2
+    assert "nowhere.txt" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    assert main(["train", recipe_file, "--set", "data.sources.0.path=nowhere.txt"]) == 2
+    assert (tmp_path / "out").is_dir()  # it is the user's
+
+
 def test_bad_override_is_a_user_error(recipe_file: str) -> None:
     with pytest.raises(UserError, match='Did you mean "steps"'):
         verb.run(arguments(recipe_file, "--set", "run.step=9"))
