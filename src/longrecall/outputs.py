@@ -76,7 +76,8 @@ def claim_file(
 def claim_folder(folder: str | Path, advice: str) -> Iterator[None]:
     """Be the only writer of a folder, which is made, inside the block; what it may hold already is the caller's rule.
 
-    The folder may be a link to one that is there: nothing in its place is replaced. Raises `UserError` as `claim_file`.
+    The folder may be a link to one that is there: nothing in its place is replaced. One that was made here and has
+    nothing in it at the end is removed. Raises `UserError` as `claim_file`.
     """
     folder = Path(folder)
     with contextlib.ExitStack() as claim:
@@ -84,11 +85,18 @@ def claim_folder(folder: str | Path, advice: str) -> Iterator[None]:
             refuse_links(folder, into=True)
             place = Path(os.path.realpath(folder))
             _refuse_checkpoints(folder, place, advice)
+            if not place.exists():
+                claim.callback(_remove_if_empty, place)
             place.mkdir(parents=True, exist_ok=True)
             claim.enter_context(hold(lock_file_in(place), folder, advice))
         except OSError as error:
             raise cannot_write(folder, error, advice) from error
         yield
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 @contextlib.contextmanager

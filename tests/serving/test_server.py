@@ -141,7 +141,9 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt": ""}, "empty"),
     ({"prompt": [1, "a"]}, "prompt must be"),
     ({"prompt": [999]}, "token 999"),
-    ({"prompt": "a", "max_tokens": 0}, "max_new_tokens"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens must be"),
+    ({"prompt": "a", "max_completion_tokens": 0}, "max_completion_tokens must be"),
+    ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids must be"),
     ({"prompt": "a", "temperatur": 1}, 'Did you mean "temperature"'),
     ({"prompt": "a", "temperature": "hot"}, "temperature"),
     ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias is not served"),
@@ -247,4 +249,7 @@ def test_the_verb_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
 
     assert main(["serve", str(tmp_path / "nothing")]) == 2
     assert main(["serve", str(tmp_path), "--port", "99999"]) == 2
-    assert [line.startswith("longrecall: error: ") for line in capsys.readouterr().err.splitlines()] == [True, True]
+    assert main(["serve", str(tmp_path), "--bank", str(tmp_path / "txts")]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert [line.startswith("longrecall: error: ") for line in told] == [True] * 3
+    assert "txts is no folder" in told[2]

@@ -13,6 +13,7 @@ import yaml
 from longrecall.cli import train as verb
 from longrecall.cli.main import main
 from longrecall.errors import UserError
+from longrecall.training.parallel.place import Place
 from longrecall.training.recipe import Recipe
 
 
@@ -34,6 +35,36 @@ def test_dry_run_prints_the_plan(recipe_file: str, tmp_path: Path, capsys: pytes
     out = capsys.readouterr().out
     assert "steps            9" in out and "[3, 48]" in out and "nothing was written" in out
     assert not (tmp_path / "out").exists()
+
+
+def test_the_dry_run_counts_every_process(
+    recipe_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = ["--set", "parallel={replicate: 3, context: 2}"]
+    assert main(["train", recipe_file, "--dry-run", "--set", "run.steps=9", *mesh]) == 0
+    out = capsys.readouterr().out
+    assert "9 on 6 processes: replicate 3 x shard 1 x context 2\n" in out
+    assert f"tokens           {9 * 3 * 2 * 3 * 48:,}\n" in out  # those of a context group read the same rows
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["train", recipe_file, "--dry-run", *mesh]) == 2
+    assert "6 processes, but there are 4" in capsys.readouterr().err
+    assert main(["train", recipe_file, "--dry-run", "--set", "parallel.context=6"]) == 2
+    assert "context 6 = 6, which does not divide the 4 processes" in capsys.readouterr().err
+
+
+def test_a_process_that_dies_before_the_first_step_is_named(
+    recipe_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a process that the system killed while it read the weights: the others wait for it."""
+
+    class Two(Place):
+        def gather(self, value: object) -> list[object]:
+            raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:62128")
+
+    monkeypatch.setattr("longrecall.training.run.make_place", lambda *_: Two(1, 2))
+    assert main(["train", recipe_file]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("longrecall: error: another process of this run has ended") and told.count("\n") == 1
 
 
 def test_train_and_resume_print_json(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,6 +94,14 @@ def test_a_run_does_not_write_into_the_checkpoint_that_it_trains(
         told = capsys.readouterr().err.strip()
         assert where in told and "\n" not in told
     assert sorted(base.rglob("*")) == before
+
+
+def test_a_refused_run_leaves_no_folder(recipe_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", recipe_file, "--set", "data.sources.0.path=nowhere.txt"]) == 2
+    assert "nowhere.txt" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    assert main(["train", recipe_file, "--set", "data.sources.0.path=nowhere.txt"]) == 2
+    assert (tmp_path / "out").is_dir()  # it is the user's
 
 
 def test_bad_override_is_a_user_error(recipe_file: str) -> None:

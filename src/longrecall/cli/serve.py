@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from longrecall.errors import UserError
+from longrecall.files import expand_home
 
 HELP = "answer requests over HTTP, many at once, in OpenAI's completions and chat protocol"
 EXAMPLE = (
@@ -49,6 +50,11 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--grace must be at least 0 seconds, got {args.grace}")
     if args.prefix_memory < 0:
         raise UserError(f"--prefix-memory must be at least 0, got {args.prefix_memory}")
+    if args.bank and not expand_home(args.bank).is_dir():
+        raise UserError(
+            f"--bank {args.bank} is no folder; make it, and fill it with "
+            f"longrecall generate CKPT --prompt-file TEXT --save-state {Path(args.bank) / 'NAME.safetensors'}"
+        )
     import asyncio
 
     from longrecall.serving.engine import Engine

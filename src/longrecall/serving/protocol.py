@@ -117,7 +117,8 @@ def parse(body: Any, *, chat: bool, template: Any) -> Asked:
             continue
         if name in NEUTRAL and value in NEUTRAL[name]:
             continue
-        reason = "is not served here" if name in NEUTRAL else f"is no field.{did_you_mean(name, SERVED | own)}"
+        known = name in NEUTRAL
+        reason = "is not served here" if known else f"is not a field of a request.{did_you_mean(name, SERVED | own)}"
         raise Refused(f"{name} {reason}", name)
     given = {name: value for name, value in body.items() if value is not None}
     prompts: list[str | list[int]] = [_chat_prompt(given, template)] if chat else _prompts(given)
@@ -131,7 +132,9 @@ def parse(body: Any, *, chat: bool, template: Any) -> Asked:
     try:
         options = RequestOptions(**_options(given, chat))
     except UserError as error:
-        raise Refused(str(error)) from None
+        option, _, reason = str(error).partition(" ")  # the line begins with the engine's name of the option
+        name = _field_of(option, given, chat)
+        raise Refused(f"{name} {reason}", name) from None
     stream = _typed(given, "stream", bool, False)
     return Asked(prompts, count, options, stream, bool(more.get("include_usage")), after, chat)
 
@@ -163,6 +166,13 @@ def _options(given: Mapping[str, Any], chat: bool) -> dict[str, Any]:
     if found.get("top_k") == -1:  # what others write for all of them
         found["top_k"] = 0
     return found
+
+
+def _field_of(option: str, given: Mapping[str, Any], chat: bool) -> str:
+    """Return the protocol's name of an option of the engine."""
+    names = {"stop_tokens": "stop_token_ids", "logprobs": "top_logprobs" if chat else "logprobs"}
+    names["max_new_tokens"] = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    return names.get(option, option)
 
 
 def _logprobs(given: Mapping[str, Any], chat: bool) -> int | None:

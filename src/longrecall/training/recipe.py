@@ -242,6 +242,10 @@ class ParallelRecipe:
     def __post_init__(self) -> None:
         positive(self, "shard", "context", *(() if self.replicate is None else ("replicate",)))
 
+    def least(self) -> int:
+        """Return the smallest number of processes that this describes."""
+        return (self.replicate or 1) * self.shard * self.context
+
 
 @dataclass(frozen=True)
 class Recipe:

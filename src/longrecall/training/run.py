@@ -39,7 +39,7 @@ from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch
 from longrecall.training.optimizer import freeze_parameters
 from longrecall.training.parallel.agreement import check_same_run, check_shared_folder
 from longrecall.training.parallel.launcher import apart_from_launcher, check_devices, launched, on_cpu, world_size
-from longrecall.training.parallel.place import Place, make_place, naming_the_dead
+from longrecall.training.parallel.place import Place, make_place, naming_the_dead, replicas
 from longrecall.training.parallel.shard import own_rows, shard_model
 from longrecall.training.recipe import Recipe
 from longrecall.training.summary import TrainingSummary, plan, recipe_groups
@@ -80,8 +80,13 @@ def run_recipe(
         if dry_run:
             recipe = launched(recipe, world_size(), said)
             source, tokenizer = _source(recipe, output)
-            stream = BatchStream(recipe.data, tokenizer, recipe.run.batch_size, continued=recipe.continues)
-            summary = plan(recipe, source, 1, stream, output / FINAL_FOLDER, dry_run=True)
+            # Alone it stands for as many processes as the recipe asks for.
+            world = world_size() if world_size() > 1 else recipe.parallel.least()
+            readers = replicas(recipe.parallel, world) * recipe.parallel.shard
+            stream = BatchStream(
+                recipe.data, tokenizer, recipe.run.batch_size, data_world=readers, continued=recipe.continues
+            )
+            summary = plan(recipe, source, world, stream, output / FINAL_FOLDER, dry_run=True)
             return described(summary, prepare_evaluation(recipe, tokenizer))
         if torch.cuda.is_available() and not on_cpu():
             check_devices(torch.cuda.device_count())
@@ -89,37 +94,50 @@ def run_recipe(
         with Place(arguments.process_index, arguments.world_size).together():
             recipe = launched(recipe, arguments.world_size, said)
         place = make_place(recipe.parallel, arguments.process_index, arguments.world_size, arguments.device)
-        check_same_run(place, recipe.to_dict(), resume=resume, force=force, version=__version__)
+        with naming_the_dead(place):
+            return _run_together(recipe, arguments, output, place, resume, show_progress, force)
+
+
+def _run_together(
+    recipe: Recipe,
+    arguments: TrainingArguments,
+    output: Path,
+    place: Place,
+    resume: bool,
+    show_progress: bool,
+    force: bool,
+) -> TrainingSummary:
+    """The run itself, in each of its processes."""
+    check_same_run(place, recipe.to_dict(), resume=resume, force=force, version=__version__)
+    with place.together():
+        source, tokenizer = _source(recipe, output)
+    with _claimed(output, resume, force, source.path, place):
+        check_shared_folder(place, output)
         with place.together():
-            source, tokenizer = _source(recipe, output)
-        with _claimed(output, resume, force, source.path, place):
-            check_shared_folder(place, output)
+            saved = next(reversed(find_saved_runs(output)), None) if resume else None
+            if saved is not None:
+                recipe = saved.fit(recipe, place.data_world)
+            stream = BatchStream(
+                recipe.data,
+                tokenizer,
+                recipe.run.batch_size,
+                place.data_rank,
+                place.data_world,
+                continued=recipe.continues,
+            )
+            arguments.max_steps = recipe.steps(place.data_world)
+            summary = plan(recipe, source, place.world, stream, output / FINAL_FOLDER, dry_run=False)
+            evaluation = prepare_evaluation(recipe, tokenizer)
+        with place.together():
+            job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
+        job.evaluation = resumed(evaluation, saved.state if saved is not None else {})
+        clock = Stopwatch()
+        if saved is None or not ended(saved.state, saved.step, job.steps):
+            _train(job, arguments)
+        else:
             with place.together():
-                saved = next(reversed(find_saved_runs(output)), None) if resume else None
-                if saved is not None:
-                    recipe = saved.fit(recipe, place.data_world)
-                stream = BatchStream(
-                    recipe.data,
-                    tokenizer,
-                    recipe.run.batch_size,
-                    place.data_rank,
-                    place.data_world,
-                    continued=recipe.continues,
-                )
-                arguments.max_steps = recipe.steps(place.data_world)
-                summary = plan(recipe, source, place.data_world, stream, output / FINAL_FOLDER, dry_run=False)
-                evaluation = prepare_evaluation(recipe, tokenizer)
-            with place.together():
-                job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
-            job.evaluation = resumed(evaluation, saved.state if saved is not None else {})
-            clock = Stopwatch()
-            with naming_the_dead(place):
-                if saved is None or not ended(saved.state, saved.step, job.steps):
-                    _train(job, arguments)
-                else:
-                    with place.together():
-                        job.restore_initial(saved.share_of(place))
-                return finish(job, summary, clock.seconds())
+                job.restore_initial(saved.share_of(place))
+        return finish(job, summary, clock.seconds())
 
 
 def _source(recipe: Recipe, output: Path) -> tuple[Checkpoint, Any]:
@@ -262,6 +280,8 @@ def _train(job: Job, arguments: TrainingArguments) -> None:
         with warnings.catch_warnings(), compiled_layers(job.model, wanted=job.recipe.run.compile):
             # FSDP would not see a change in place of views among what a layer returns; nobody makes one.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+            # Newer torch has another name for an argument that the Trainer hands on; every process would say so.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             trainer.train()
     except RuntimeError:
         # Another process may have died: what writes a checkpoint with it would wait for ever, and others for this one.

@@ -11,6 +11,7 @@ from longrecall.models.checkpoint import Checkpoint
 from longrecall.training.data import BatchStream
 from longrecall.training.initial_states import learned_shapes
 from longrecall.training.optimizer import ParameterGroup, parameter_groups, touched_names, trained_names
+from longrecall.training.parallel.place import replicas
 from longrecall.training.recipe import Recipe
 from longrecall.training.recipe_states import LearnedRecipe
 
@@ -40,6 +41,9 @@ class TrainingSummary:
     steps: int
     tokens: int
     processes: int
+    """All of them: those that share the rows of a batch too."""
+    mesh: dict[str, int]
+    """How the processes share the work: `replicate`, `shard`, `context`; their product is `processes`."""
     groups: tuple[GroupSummary, ...]
     frozen: GroupSummary | None
     """What is not trained, with rate and decay 0; None = nothing."""
@@ -67,8 +71,10 @@ class TrainingSummary:
     def table(self) -> str:
         """Lines for people."""
         shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.batch_shapes.items())
+        mesh = ": " + " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         lines = [
-            f"steps            {self.steps:,} on {self.processes} process{'es' if self.processes > 1 else ''}",
+            f"steps            {self.steps:,} on "
+            + (f"{self.processes} processes{mesh}" if self.processes > 1 else "1 process"),
             f"tokens           {self.tokens:,}",
             f"first batch      {shapes}; {self.labels_in_batch:,} labels",
             f"output           {self.checkpoint}",
@@ -95,7 +101,16 @@ class TrainingSummary:
 def plan(
     recipe: Recipe, source: Checkpoint, processes: int, stream: BatchStream, final: Path, *, dry_run: bool
 ) -> TrainingSummary:
-    """Return what a run would do: it draws the first batch of `stream`, puts it back, and reads no weights."""
+    """Return what a run of so many processes would do.
+
+    It draws the first batch of `stream`, puts it back, and reads no weights.
+
+    Raises:
+        UserError: the recipe's mesh is for another number of processes; a pattern that matches no parameter.
+    """
+    mesh = recipe.parallel
+    copies = replicas(mesh, processes)
+    readers = copies * mesh.shard
     shapes = trained_shapes(recipe, source)
     groups = recipe_groups(recipe, source, list(shapes))
     every = parameter_shapes(source)
@@ -103,14 +118,15 @@ def plan(
     before = stream.position()
     batch = stream.next_batch()
     stream.restore(before)
-    steps = recipe.steps(processes)
+    steps = recipe.steps(readers)
     return TrainingSummary(
         output=recipe.run.output,
         checkpoint=str(final),
         dry_run=dry_run,
         steps=steps,
-        tokens=steps * recipe.tokens_per_step(processes),
+        tokens=steps * recipe.tokens_per_step(readers),
         processes=processes,
+        mesh={"replicate": copies, "shard": mesh.shard, "context": mesh.context},
         groups=tuple(_group(group, shapes) for group in groups),
         frozen=_group(ParameterGroup("frozen", still, 0.0, 0.0), every) if still else None,
         batch_shapes={name: tuple(batch[name].shape) for name in ("input_ids", "labels")},

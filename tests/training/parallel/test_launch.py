@@ -65,6 +65,7 @@ def test_good_launches(folder: Path) -> None:
         done = start(folder, *words, "train", "r.yaml", "--set", f"run.output={output}", *parallel)
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.count("wrote ") == 1
+        assert "FutureWarning" not in done.stderr
         result = json.loads((folder / output / "training.json").read_text())
         assert result["recipe"]["parallel"]["shard"] == (1 if output == "c" else 2)
         losses.append([row["loss"] for row in result["log"]])
