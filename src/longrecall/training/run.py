@@ -89,31 +89,31 @@ def run_recipe(
         with Place(arguments.process_index, arguments.world_size).together():
             recipe = launched(recipe, arguments.world_size, said)
         place = make_place(recipe.parallel, arguments.process_index, arguments.world_size, arguments.device)
-        check_same_run(place, recipe.to_dict(), resume=resume, force=force, version=__version__)
-        with place.together():
-            source, tokenizer = _source(recipe, output)
-        with _claimed(output, resume, force, source.path, place):
-            check_shared_folder(place, output)
+        with naming_the_dead(place):
+            check_same_run(place, recipe.to_dict(), resume=resume, force=force, version=__version__)
             with place.together():
-                saved = next(reversed(find_saved_runs(output)), None) if resume else None
-                if saved is not None:
-                    recipe = saved.fit(recipe, place.data_world)
-                stream = BatchStream(
-                    recipe.data,
-                    tokenizer,
-                    recipe.run.batch_size,
-                    place.data_rank,
-                    place.data_world,
-                    continued=recipe.continues,
-                )
-                arguments.max_steps = recipe.steps(place.data_world)
-                summary = plan(recipe, source, place.data_world, stream, output / FINAL_FOLDER, dry_run=False)
-                evaluation = prepare_evaluation(recipe, tokenizer)
-            with place.together():
-                job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
-            job.evaluation = resumed(evaluation, saved.state if saved is not None else {})
-            clock = Stopwatch()
-            with naming_the_dead(place):
+                source, tokenizer = _source(recipe, output)
+            with _claimed(output, resume, force, source.path, place):
+                check_shared_folder(place, output)
+                with place.together():
+                    saved = next(reversed(find_saved_runs(output)), None) if resume else None
+                    if saved is not None:
+                        recipe = saved.fit(recipe, place.data_world)
+                    stream = BatchStream(
+                        recipe.data,
+                        tokenizer,
+                        recipe.run.batch_size,
+                        place.data_rank,
+                        place.data_world,
+                        continued=recipe.continues,
+                    )
+                    arguments.max_steps = recipe.steps(place.data_world)
+                    summary = plan(recipe, source, place.data_world, stream, output / FINAL_FOLDER, dry_run=False)
+                    evaluation = prepare_evaluation(recipe, tokenizer)
+                with place.together():
+                    job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
+                job.evaluation = resumed(evaluation, saved.state if saved is not None else {})
+                clock = Stopwatch()
                 if saved is None or not ended(saved.state, saved.step, job.steps):
                     _train(job, arguments)
                 else:
