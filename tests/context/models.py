@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,6 +26,7 @@ from longrecall.models.state import RecurrentState
 from tests.conftest import MIXERS
 from tests.hybrids import CHANNEL, HYBRIDS, LAYER_NORM, WIDTH, layer
 from tests.models.test_memory_tokens import MODELS as MEMORY_MODELS
+from tests.processes import PATIENCE, on_processes
 
 PROCESSES = 4
 COLUMNS = 40
@@ -293,9 +294,9 @@ def prepare_all(names: list[str]) -> dict[str, Case]:
     return cases
 
 
-def run(rank: int, port: str, cases: dict[str, Case]) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(PROCESSES)}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+def run(cases: dict[str, Case]) -> None:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for group in (ContextGroup.of(), ContextGroup.of(pairs[rank // 2])):
         for name, case in cases.items():
@@ -307,29 +308,9 @@ def run(rank: int, port: str, cases: dict[str, Case]) -> None:
                 raise AssertionError(f"{name}, rank {rank} of {group.world}") from error
         refusals(group)
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    prepared = prepare_all(sys.argv[2:])
-    others = []
-    rank = 0
-    for other in range(1, PROCESSES):
-        child = os.fork()
-        if not child:
-            rank, others = other, []
-            break
-        others.append(child)
-    failed = False
-    try:
-        run(rank, sys.argv[1], prepared)
-    except BaseException:
-        traceback.print_exc()
-        failed = True
-    sys.stderr.flush()
-    if rank:
-        os._exit(int(failed))
-    if failed:
-        os._exit(1)
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in others))
+    prepared = prepare_all(sys.argv[1:])
+    on_processes(PROCESSES, partial(run, prepared))

@@ -11,7 +11,6 @@ import contextlib
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -42,12 +41,13 @@ from longrecall.ops.backends import OPS
 from longrecall.ops.execution import as_states_are_read_now, context, padding_at_the_end
 from tests.interpreter import quicken
 from tests.ops.contract import TABLE, Row
+from tests.processes import PATIENCE, on_processes
 
 CLOSE = {torch.float64: 1e-11, torch.float32: 1e-4}
 """Dtype -> norm of an error over the norm: sums of a few hundred terms, cut at other places. float32 is for kernels,
 which multiply in three products of tensor-float-32."""
 
-ARGUMENTS = sys.argv[2:] if __name__ == "__main__" else []
+ARGUMENTS = sys.argv[1:] if __name__ == "__main__" else []
 GPUS = int(ARGUMENTS[0]) if ARGUMENTS not in ([], ["kernels"]) else 0
 INTERPRETED = ARGUMENTS == ["kernels"]
 """Whether layers are run in kernels, by Triton's interpreter."""
@@ -294,15 +294,21 @@ def waiting(group: ContextGroup, g: torch.Generator) -> None:
     if group.world == 2:
         return
     layers, x = 12, leaf(normal(g, 3))
-    dist.barrier(group.process_group)
-    begin, y = time.perf_counter(), x
-    for _ in range(layers):
-        y, _ = hand_on(*Slow.apply(y, received(torch.zeros_like(x), y)))
-    y.sum().backward()
-    dist.barrier(group.process_group)
-    taken = (time.perf_counter() - begin) / 0.02
-    # 12 layers and 3 ranks to wait for; layer by layer it would be 48. Other programs may take half of the time.
-    assert taken < 2 * (layers + group.world - 1) < layers * group.world, taken
+    # 12 layers and 3 ranks to wait for; layer by layer it would be 48. Other programs may take half of the time, and
+    # now and then more: once in ten times they do not.
+    most, taken = 2 * (layers + group.world - 1), torch.full((10,), torch.inf)
+    for number in range(len(taken)):
+        dist.barrier(group.process_group)
+        begin, y = time.perf_counter(), x
+        for _ in range(layers):
+            y, _ = hand_on(*Slow.apply(y, received(torch.zeros_like(x), y)))
+        y.sum().backward()
+        dist.barrier(group.process_group)
+        taken[number] = (time.perf_counter() - begin) / 0.02
+        dist.all_reduce(taken[number], dist.ReduceOp.MAX, group.process_group)
+        if taken[number] < most:
+            break
+    assert taken.min() < most < layers * group.world, taken
 
 
 def cases() -> Iterator[tuple[str, Case]]:
@@ -332,11 +338,11 @@ def layers() -> Iterator[tuple[str, Case]]:
             yield f"{name}, padded {padded}", partial(kernels_of_a_layer, expansion=expansion, padded=padded)
 
 
-def run(rank: int, port: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(PROCESSES)}
+def run() -> None:
+    rank = int(os.environ["RANK"])
     if GPUS:
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if GPUS else "gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("nccl" if GPUS else "gloo", timeout=timedelta(seconds=PATIENCE))
     groups = [ContextGroup.of()]
     if PROCESSES == 4:
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -355,30 +361,10 @@ def run(rank: int, port: str) -> None:
                 raise AssertionError(f"{name}, rank {rank} of {group.world}") from error
     assert context() is None
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if INTERPRETED:
         quicken(pytest.MonkeyPatch())
-    others = []
-    rank = 0
-    for other in range(1, PROCESSES):
-        child = os.fork()
-        if not child:
-            rank, others = other, []
-            break
-        others.append(child)
-    failed = False
-    try:
-        run(rank, sys.argv[1])
-    except BaseException:
-        traceback.print_exc()
-        failed = True
-    sys.stderr.flush()
-    if rank:
-        os._exit(int(failed))
-    if failed:
-        os._exit(1)
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in others))
+    on_processes(PROCESSES, run)

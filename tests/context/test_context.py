@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -15,16 +14,14 @@ from longrecall.errors import UserError
 from longrecall.models.packed_documents import find_fragments
 from longrecall.ops.execution import context
 from tests.context.ranks import OPERATIONS
+from tests.processes import PATIENCE
 
 
-def run_ranks(*arguments: str, timeout: float = 120, **variables: str) -> None:
+def run_ranks(*arguments: str, timeout: float = PATIENCE, **variables: str) -> None:
     """Start `tests.context.ranks` with variables in its environment; AssertionError with what went wrong on a rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     environment |= variables
-    command = [sys.executable, "-m", "tests.context.ranks", str(port), *arguments]
+    command = [sys.executable, "-m", "tests.context.ranks", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
 
@@ -38,7 +35,7 @@ def test_every_recurrence_over_two_and_four_ranks() -> None:
 def test_layers_in_kernels_over_two_ranks() -> None:
     """Triton's interpreter: convolutions, expansion and recurrence in one function, from states, with padding."""
     pytest.importorskip("triton")
-    run_ranks("kernels", timeout=240, TRITON_INTERPRET="1", LONGRECALL_BACKEND="triton")
+    run_ranks("kernels", TRITON_INTERPRET="1", LONGRECALL_BACKEND="triton")
 
 
 def test_operations_are_all_that_begin_from_a_state() -> None:

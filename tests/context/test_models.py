@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -18,6 +17,7 @@ from longrecall.models.packed_documents import find_fragments
 from longrecall.models.recurrent_lm import RecurrentLM
 from tests.conftest import MIXERS
 from tests.context.models import MODELS
+from tests.processes import PATIENCE
 
 FOURTH = ContextGroup(object(), 3, 4)
 """Rank 3 of four that are not there."""
@@ -25,12 +25,9 @@ FOURTH = ContextGroup(object(), 3, 4)
 
 def test_whole_models_over_two_and_four_ranks() -> None:
     """Loss, logits, states passed on and every gradient; with padding, and with packed documents."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-m", "tests.context.models", str(port)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    command = [sys.executable, "-m", "tests.context.models"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

@@ -1,7 +1,7 @@
 """What each process of test_sharded_weights.py does: models under FSDP2 against the same models in one process.
 
-Started as a script with a kind of device. On CPUs the second process is a fork of the first, which saves its imports;
-CUDA cannot be forked, so there every process is started with its RANK.
+Started as a script with a kind of device. On CPUs the processes are forked, which saves imports; CUDA cannot be
+forked, so there every process is started with its RANK.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import copy
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from longrecall.ops.norms.op import rms_norm
 from tests.conftest import MIXERS
 from tests.layers import test_shared_block
 from tests.models import test_memory_tokens
+from tests.processes import on_processes
 
 ROWS = 2
 GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
@@ -198,12 +200,7 @@ def run(device: torch.device, rank: int, world: int) -> None:
             check(name, way, device, rank, world)
 
 
-def main(kind: str) -> int:
-    torch.set_num_threads(1)
-    child = 0
-    if kind == "cpu":
-        child = os.fork()
-        os.environ |= {"RANK": "0" if child else "1", "WORLD_SIZE": "2"}
+def main(kind: str) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if kind == "cuda":
@@ -212,11 +209,11 @@ def main(kind: str) -> int:
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     run(device, rank, world)
     dist.destroy_process_group()
-    if kind == "cpu" and not child:
-        sys.stderr.flush()
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    torch.set_num_threads(1)
+    if sys.argv[1] == "cpu":
+        on_processes(2, partial(main, "cpu"))
+    else:
+        main(sys.argv[1])

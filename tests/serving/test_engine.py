@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -270,12 +271,65 @@ def test_many_threads(gla: RecurrentLM) -> None:
 
 def test_closing(gla: RecurrentLM) -> None:
     engine = Engine(gla, slots=1)
-    first, endless = engine.submit([1], max_new_tokens=5), engine.submit([2], max_new_tokens=10**6)
-    engine.close(finish=True, timeout=0.3)
-    assert first.result().finish_reason == LENGTH and endless.result().finish_reason == CANCELLED
+    given = [engine.submit([token], max_new_tokens=5) for token in (1, 2, 3)]
+    engine.close(finish=True)
+    assert all(request.result().finish_reason == LENGTH for request in given)
     with pytest.raises(Closed):
         engine.submit([1])
     engine.close()
+    engine = Engine(gla, slots=1)
+    endless = engine.submit([2], max_new_tokens=10**6)
+    engine.close(finish=True, timeout=0.05)
+    assert endless.result().finish_reason == CANCELLED
+
+
+@pytest.mark.timeout(120)
+def test_a_callback_may_close_but_not_wait_for_answers(gla: RecurrentLM) -> None:
+    """It runs in the thread that they come from."""
+    engine = Engine(gla, slots=1)
+    with pytest.raises(UserError, match="another thread than on_token's"):
+        engine.submit([1], max_new_tokens=5, on_token=lambda _: engine.close(finish=True)).result(timeout=60)
+    request = engine.submit([1], max_new_tokens=5, on_token=lambda _: engine.close())
+    assert request.result(timeout=60).finish_reason == CANCELLED
+    engine.close()
+
+
+def test_closing_while_a_text_for_the_bank_waits(gla: RecurrentLM, tmp_path: Path) -> None:
+    engine = Engine(gla, slots=1, bank=tmp_path)
+    endless, failed = engine.submit([1], max_new_tokens=10**6), []
+    next(endless.tokens())
+
+    def add() -> None:
+        try:
+            engine.bank.add("book", [1, 2, 3])  # type: ignore[union-attr]
+        except Closed as error:
+            failed.append(str(error))
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    while not engine.load()["waiting"]:
+        time.sleep(0.001)
+    engine.close()
+    thread.join(timeout=60)
+    assert failed == ["the engine was closed before the text had been read"]
+    assert list(tmp_path.glob("*")) == []
+
+
+def test_a_loop_that_closes_while_it_is_told_is_nobody_elses_error(
+    gla: RecurrentLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(gla, slots=2) as engine:
+        other = engine.submit([2], max_new_tokens=400)
+        request, loop = engine.submit([1], max_new_tokens=10**6), asyncio.new_event_loop()
+        changes = request.changes()
+        loop.run_until_complete(anext(changes))  # type: ignore[arg-type]
+        loop.close()
+        # As if it had been closed just after the engine's look at it.
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "is_closed", lambda: False)
+            assert len(other.result(timeout=60).ids) == 400
+            request.cancel()
+            request.result()
 
 
 def test_an_engine_that_nobody_holds_ends(gla: RecurrentLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +338,7 @@ def test_an_engine_that_nobody_holds_ends(gla: RecurrentLM, monkeypatch: pytest.
     thread = engine._thread
     del engine
     gc.collect()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert not thread.is_alive()
 
 

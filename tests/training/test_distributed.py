@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,10 +26,10 @@ from longrecall.training.optimizer import make_optimizer, parameter_groups, touc
 from longrecall.training.recipe import Recipe
 from longrecall.training.schedule import rate_factor
 from longrecall.training.segments import Segments, read_batch
+from tests.processes import PATIENCE
 from tests.training.interventions import override
 
 WORKER = """
-import os
 import sys
 import torch
 import torch.distributed.tensor
@@ -38,13 +37,9 @@ from longrecall.errors import UserError
 from longrecall.training.data import BatchStream
 from longrecall.training.recipe import Recipe
 from longrecall.training.run import run_recipe
+from tests.processes import on_processes
 
 torch.set_num_threads(1)
-# What torchrun does, which takes as long to import all this again for each process; tests/evaluation/test_parallel.py
-# starts it.
-second = os.fork()
-os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if second else "1"
-
 class Killed(BaseException):
     pass
 
@@ -55,28 +50,26 @@ def dying(self):
             raise Killed
         yield batch
 
-for folder in sys.argv[1:]:
-    path = f"{folder}/r.yaml"
-    run_recipe(Recipe.load(path, [f"run.output={folder}/whole"]), show_progress=False)
-    BatchStream.__iter__ = dying
+def work():
+    for folder in sys.argv[1:]:
+        path = f"{folder}/r.yaml"
+        run_recipe(Recipe.load(path, [f"run.output={folder}/whole"]), show_progress=False)
+        BatchStream.__iter__ = dying
+        try:
+            run_recipe(Recipe.load(path, [f"run.output={folder}/killed"]), show_progress=False)
+        except Killed:
+            pass
+        BatchStream.__iter__ = original
+        summary = run_recipe(Recipe.load(path, [f"run.output={folder}/killed"]), resume=True, show_progress=False)
+        assert summary.resumed_from == 2, summary
+    # The first process alone looks at the folder; the other one must not wait for it in vain.
     try:
         run_recipe(Recipe.load(path, [f"run.output={folder}/killed"]), show_progress=False)
-    except Killed:
-        pass
-    BatchStream.__iter__ = original
-    summary = run_recipe(Recipe.load(path, [f"run.output={folder}/killed"]), resume=True, show_progress=False)
-    assert summary.resumed_from == 2, summary
-# The first process alone looks at the folder; the other one must not wait for it in vain.
-try:
-    run_recipe(Recipe.load(path, [f"run.output={folder}/killed"]), show_progress=False)
-    raise AssertionError("a finished run was replaced")
-except UserError as error:
-    assert "holds a run already (steps)" in str(error), error
-torch.distributed.destroy_process_group()
-if not second:
-    sys.stderr.flush()
-    os._exit(0)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]))
+        raise AssertionError("a finished run was replaced")
+    except UserError as error:
+        assert "holds a run already (steps)" in str(error), error
+
+on_processes(2, work)
 """
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -158,14 +151,10 @@ def test_two_processes(make_recipe: Callable[..., Recipe], tmp_path: Path) -> No
         (tmp_path / kind).mkdir()
         (tmp_path / kind / "r.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
     (tmp_path / "worker.py").write_text(WORKER)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     done = subprocess.run(
         [sys.executable, str(tmp_path / "worker.py"), *(str(tmp_path / kind) for kind in recipes)],
-        env=environment, capture_output=True, text=True, timeout=240, check=False,
+        env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
 

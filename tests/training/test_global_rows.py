@@ -163,6 +163,17 @@ def test_a_worker_that_fails_or_is_killed_ends_the_run_with_a_line(
             next(batches)
     line = str(caught.value) if isinstance(caught.value, UserError) else _system_failure(caught.value)
     assert line is not None and "a data worker has ended" in line and "data.workers" in line
+    (stream,) = streams_of(sources[:1], 1, rows=2, workers=2)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(stream), "read_rows", fail)
+        with pytest.raises(RuntimeError, match="no such kernel") as failure:
+            next(iter(stream))
+    # Its own error, and no lack of memory.
+    assert not isinstance(failure.value, UserError) and _system_failure(failure.value) is None
     monkeypatch.setattr("longrecall.training.corpora.base.CHECK_AHEAD", 1)
     path = tmp_path / "d.jsonl"
     path.write_text(

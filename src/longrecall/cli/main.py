@@ -189,7 +189,7 @@ def _system_failure(error: BaseException) -> str | None:
         if code in _FULL_DISK or "No space left on device" in str(seen):
             return f"no space left while writing{place}; free some space or choose another place"
         # torch says it in whatever the process is doing just then.
-        if isinstance(seen, RuntimeError) and "DataLoader worker" in str(seen):
+        if isinstance(seen, RuntimeError) and "DataLoader worker (pid" in str(seen):
             return f"a data worker has ended ({seen}); most often memory ran out: lower data.workers and --resume"
         if code in _FORBIDDEN:
             return f"no permission to use{place or ' a file'}; change its permissions or choose another place"

@@ -199,7 +199,12 @@ class Engine:
 
         `finish`: answer those that are there first, for so many seconds at most (None = as long as it takes); the
         others are cancelled.
+
+        Raises:
+            UserError: `on_token` asks for `finish`, in the thread that all answers come from.
         """
+        if finish and threading.current_thread() is self._thread:
+            raise UserError("close(finish=True) waits for answers, so call it from another thread than on_token's")
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -268,7 +273,8 @@ class Engine:
         job = self._job(tokens, RequestOptions(max_new_tokens=1), start)
         job.wants_state = True
         request = self._enqueue(job, must=True)
-        request.result()
+        if request.result().finish_reason == CANCELLED:
+            raise Closed(self.broken or "the engine was closed before the text had been read")
         state: RecurrentState = request.state
         return state
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,8 +181,10 @@ class Request:
 
         def tell() -> None:
             # Once for all tokens since the last look: waking a loop takes as long as a small step.
-            if not changed.is_set() and not loop.is_closed():
-                loop.call_soon_threadsafe(changed.set)
+            # A loop that has been closed is told nothing; that must not be an error of those who are decoded beside.
+            if not changed.is_set():
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(changed.set)
 
         with self._changed:
             self._listeners.append(tell)

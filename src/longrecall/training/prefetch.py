@@ -83,7 +83,7 @@ def read_beside(stream: Rows, batch: int, workers: int) -> Iterator[list[Any]]:
             try:
                 part = next(parts)
             except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
+                if "DataLoader worker (pid" not in str(error):
                     raise
                 raise UserError(
                     f"a data worker has ended ({' '.join(str(error).split())}); most often memory ran out: "

@@ -13,7 +13,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -30,8 +29,9 @@ from longrecall.training import run as training_run
 from longrecall.training.checkpoints import saver, shards
 from longrecall.training.parallel import agreement
 from longrecall.training.trainer import RecurrentTrainer
+from tests.processes import meeting_point
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds after which processes that are still there have hung."""
 
 
@@ -61,6 +61,7 @@ def no_space(*_: Any) -> None:
 
 
 TROUBLE: dict[str, Callable[[int], None]] = {
+    "load": lambda number: before(training_run, "_job", number, die),
     "step": lambda number: before(RecurrentTrainer, "training_step", number, die),
     "save": lambda number: before(saver.Saver, "save", number, die),
     "shard": lambda number: before(shards, "save_file", number, half_a_file),
@@ -77,7 +78,6 @@ def child(run: dict[str, Any], rank: int, said: Path) -> int:
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run["world"], "LOCAL_WORLD_SIZE": run["world"]}
     if run["world"] > 1:
         os.environ |= {name: str(value) for name, value in ranks.items()}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(run["port"])}
     kind, number = run.get("trouble", {}).get(str(rank), (None, 0))
     if kind is not None:
         TROUBLE[kind](number)
@@ -146,11 +146,10 @@ def main() -> None:
     plan = Path(sys.argv[1])
     ends = []
     for planned in json.loads(plan.read_text()):
-        # Now, and not at the beginning: a port that is free then may be somebody's by now.
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        ends.append(on_processes({**planned, "port": port}))
+        # One for each run: what the last one has left there is none of this one's.
+        store = meeting_point()
+        ends.append(on_processes(planned))
+        del store
         plan.with_suffix(".ends").write_text(json.dumps(ends))
 
 

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from longrecall.training.checkpoints import find_saved_runs
+from tests.processes import PATIENCE
 from tests.training.runs import equal, weights
 
 SHARDS, COPIES = ["parallel.shard=2"], ["parallel.shard=1"]
@@ -41,7 +42,7 @@ def train(folder: Path, output: str, world: int, *overrides: str, resume: bool =
     return {"folder": str(folder), "output": output, "world": world, "words": words, **trouble}
 
 
-def carry_out(folder: Path, runs: list[Any], timeout: float = 240) -> list[Any]:
+def carry_out(folder: Path, runs: list[Any], timeout: float = PATIENCE) -> list[Any]:
     """Return how each run of a plan ended."""
     plan = folder / "plan.json"
     plan.write_text(json.dumps(runs))
@@ -90,19 +91,22 @@ def test_a_process_that_dies_or_cannot_write_loses_nothing(base: Path, text: Pat
             train(place, "full", 2, *SHARDS, trouble={"1": ("full", 2)}),
             train(place, "full", 3, *COPIES, resume=True),
             train(place, "full", 1, *COPIES, resume=True),
+            train(place, "loading", 2, *SHARDS, trouble={"1": ("load", 1)}),
         ],
     )
     assert whole["codes"] == [0, 0], whole["said"]
-    shard, shard_again, publish, publish_again, full, three, full_again = ends
+    shard, shard_again, publish, publish_again, full, three, full_again, loading = ends
     for end in (shard_again, publish_again, full_again):
         assert set(end["codes"]) == {0}, end["said"]
     assert shard["codes"][1] == -9 and shard["codes"][0] not in (0, -9, -99)
     assert publish["codes"][0] == -9 and publish["codes"][1] not in (0, -9, -99)
+    # One that dies before training begins, as when its memory runs out.
+    assert loading["codes"] == [2, -9]
     lost = "another process of this run has ended, and its own message says why; --resume goes on from"
-    for said in (shard["said"][0], publish["said"][1]):
+    for said in (shard["said"][0], publish["said"][1], loading["said"][0]):
         assert f"{lost} the last whole checkpoint" in said and "bug" not in said
     # The others end when a process has died, and do not wait for it.
-    assert max(shard["seconds"], publish["seconds"]) < 20
+    assert max(shard["seconds"], publish["seconds"]) < 100
     assert full["codes"] == [2, 2], full["said"]
     line = "cannot save step 4: process 1: File too large (os error 27); last good checkpoint: full/steps/step-00000002"
     assert full["said"][0].endswith(f"{line}\n") and full["said"][0].count("error:") == 1 and full["said"][1] == ""
@@ -117,6 +121,7 @@ def test_a_process_that_dies_or_cannot_write_loses_nothing(base: Path, text: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", ["state_passing", "truncated_bptt", "fitted_noise", "learned"])
 def test_any_process_killed_at_any_moment(base: Path, text: Path, tmp_path: Path, world: int, kind: str) -> None:
@@ -131,14 +136,15 @@ def test_any_process_killed_at_any_moment(base: Path, text: Path, tmp_path: Path
     for name, worlds in (("same", [world]), ("other", [1, 2, 4])):
         plan = []
         for number, count in enumerate((*random.choice(worlds, kills).tolist(), worlds[0])):
-            # Some time after a line of the log: in the middle of a step, of copying or of writing.
-            row = 2 * number + int(random.integers(2))
+            # Some time after a line of the log: in the middle of a step, of copying or of writing. Before the first
+            # one they may yet look for each other, and the launcher, which is not here, ends those who look in vain.
+            row = 2 * number + 1 + int(random.integers(2))
             kill = {"rank": int(random.integers(count)), "row": row, "seconds": float(random.uniform(0, 0.3))}
             # One that was killed before its first step was saved begins anew, and then as many rows as the others have.
             words = ["parallel.shard=1" if count == 1 else "parallel.shard=2", f"run.batch_size={4 // count}"]
             plan.append(train(place, name, count, *words, resume=True, kill=kill))
         del plan[-1]["kill"]
-        ends = carry_out(tmp_path, plan, timeout=900)
+        ends = carry_out(tmp_path, plan, timeout=1200)
         assert all(-99 not in end["codes"] for end in ends), ends
         assert set(ends[-1]["codes"]) == {0}, ends[-1]["said"]
         assert sum(-9 in end["codes"] for end in ends) >= 3

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from tests.training.runs import equal, train, weights
 MakeRecipe = Callable[..., Recipe]
 
 
-def before(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, action: Callable[[], None]) -> None:
+def before(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, action: Callable[[], object]) -> None:
     original = getattr(owner, name)
 
     def changed(*arguments: Any, **options: Any) -> Any:
@@ -82,6 +85,38 @@ def test_what_the_disk_says_comes_out_at_the_next_log_line(
         train(recipe)
     assert next(steps) < 12
     assert list((Path(recipe.run.output)).glob("steps/*")) == []
+
+
+def test_ctrl_c_while_a_save_waits_for_the_one_before(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is being written is written, and the run ends then."""
+    recipe, asked = make_recipe("run.save_every=2"), threading.Event()
+    ident, saves = threading.get_ident(), iter(range(100))
+
+    def interrupt() -> None:
+        assert asked.wait(60)
+        while sys._current_frames()[ident].f_code.co_filename != threading.__file__:
+            time.sleep(0.001)
+        signal.pthread_kill(ident, signal.SIGINT)
+
+    before(monkeypatch, Saver, "_describe", interrupt)
+    before(monkeypatch, Saver, "wait", lambda: next(saves) == 1 and asked.set())
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe)
+    assert [saved.step for saved in find_saved_runs(Path(recipe.run.output))] == [2]
+
+
+@pytest.mark.timeout(120)
+def test_a_system_without_threads_left_ends_the_run(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "saver":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        train(make_recipe("run.save_every=2"))
 
 
 def test_optimizer_state_round_trip_continues_exactly(make_model: Callable[..., RecurrentLM], tmp_path: Path) -> None:

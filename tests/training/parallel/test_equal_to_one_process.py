@@ -22,6 +22,7 @@ from longrecall.training.recipe import Recipe
 from tests.conftest import MIXERS
 from tests.layers import test_shared_block
 from tests.models.test_memory_tokens import MODELS
+from tests.processes import PATIENCE
 from tests.training.conftest import tiny_model
 from tests.training.parallel import one_process
 
@@ -83,7 +84,7 @@ def run_worker(*folders: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
         [sys.executable, str(WORKER), *map(str, folders)],
-        env=environment, capture_output=True, text=True, timeout=240, check=False,
+        env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-12000:]
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from longrecall.training.recipe import Recipe
+from tests.processes import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +42,13 @@ def start(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     paths = [os.path.abspath(path) for path in sys.path if path]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
 
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from longrecall.training.parallel.shard import whole
 from longrecall.training.recipe import Recipe
 from longrecall.training.run import run_recipe
 from longrecall.training.trainer import Job, RecurrentTrainer
+from tests.processes import on_processes
 
 
 def train(folder: Path) -> None:
@@ -56,40 +55,6 @@ def train(folder: Path) -> None:
     if rank == 0:
         torch.save(gradients, folder / "gradients.pt")
     torch.save(jobs[0].initial.state_dict(), folder / f"state-{rank}.pt")
-
-
-def free_port() -> int:
-    """A port that nobody uses now; one kept since the beginning, or the next one, may be somebody's by then."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def on_processes(world: int, work: Callable[[], None]) -> None:
-    """Run `work` in `world` forked processes with torchrun's variables; SystemExit when one fails."""
-    children, port = [], free_port()
-    for rank in range(world):
-        child = os.fork()
-        if not child:
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-            os.environ |= {name: str(value) for name, value in ranks.items()}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            code = 1
-            try:
-                work()
-                torch.distributed.destroy_process_group()
-                code = 0
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    if any(codes):
-        sys.exit(f"the processes ended with {codes}")
 
 
 def main() -> None:

@@ -116,15 +116,23 @@ class Saver:
             except BaseException as error:
                 done.set_exception(error)
 
-        self._step, self._pending = step, done
         # A daemon: where another process has died, what waits for it must not keep this one.
-        threading.Thread(target=write, name="saver", daemon=True).start()
+        thread = threading.Thread(target=write, name="saver", daemon=True)
+        self._step, self._pending = step, done
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # The system has no more threads to give: nobody is to wait for this one.
+            done.set_exception(error)
+            raise
 
     def wait(self) -> None:
         """Return when what was begun is saved; raise UserError when it could not be."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        if self._pending is not None:
             with disk_errors(f"step {self._step}", self._watch.last_good):
+                # Ctrl-C may come here: what is being written is forgotten once it is written, and not before.
+                self._pending.exception()
+                pending, self._pending = self._pending, None
                 pending.result()
 
     def settle(self, mean: Callable[[Tensor], float]) -> None:
