@@ -87,7 +87,7 @@ class Server:
         """End the server."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=120)
         self._process.stdout.close()
 
 

@@ -110,6 +110,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         server.close()
 
 
+# One test of many commands: on a busy machine they take longer together than a test may.
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("most", [None, pytest.param(100, marks=pytest.mark.slow)], ids=["drawn", "everywhere"])
 def test_kills_lose_nothing(server: Server, tmp_path: Path, subtests: pytest.Subtests, most: int | None) -> None:
     """One test for all: the server, and what the commands leave when nothing kills them, are made once."""

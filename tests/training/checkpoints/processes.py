@@ -56,6 +56,14 @@ def before(owner: Any, name: str, number: int, action: Callable[..., Any]) -> No
     setattr(owner, name, counted)
 
 
+def interrupt(*_: Any) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def no_memory(*_: Any) -> None:
+    raise MemoryError
+
+
 def no_space(*_: Any) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
@@ -63,6 +71,8 @@ def no_space(*_: Any) -> None:
 TROUBLE: dict[str, Callable[[int], None]] = {
     "load": lambda number: before(training_run, "_job", number, die),
     "step": lambda number: before(RecurrentTrainer, "training_step", number, die),
+    "interrupt": lambda number: before(RecurrentTrainer, "training_step", number, interrupt),
+    "memory": lambda number: before(RecurrentTrainer, "training_step", number, no_memory),
     "save": lambda number: before(saver.Saver, "save", number, die),
     "shard": lambda number: before(shards, "save_file", number, half_a_file),
     "publish": lambda number: before(saver.Saver, "_publish", number, die),

@@ -121,6 +121,24 @@ def test_a_process_that_dies_or_cannot_write_loses_nothing(base: Path, text: Pat
 
 
 @pytest.mark.slow
+def test_a_process_that_is_interrupted_or_has_no_memory_ends_all(base: Path, text: Path, tmp_path: Path) -> None:
+    """One or all; what was saved before is whole, and nothing half-written stays."""
+    place = tmp_path / "runs"
+    write_recipe(place, base, text)
+    cases: dict[str, tuple[list[str], dict[str, Any], list[int]]] = {
+        "second": (SHARDS, {"1": ("interrupt", 3)}, [2, 130]),
+        "first": (COPIES, {"0": ("interrupt", 3)}, [130, 2]),
+        "both": (SHARDS, {"0": ("interrupt", 3), "1": ("interrupt", 3)}, [130, 130]),
+        "memory": (SHARDS, {"1": ("memory", 3)}, [2, 2]),
+    }
+    plan = [train(place, name, 2, *words, trouble=trouble) for name, (words, trouble, _) in cases.items()]
+    for (name, (_, _, codes)), end in zip(cases.items(), carry_out(tmp_path, plan), strict=True):
+        assert end["codes"] == codes, (name, end["said"])
+        assert [saved.step for saved in find_saved_runs(place / name)] == [2], name
+        assert not list((place / name).rglob(".*")), name
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", ["state_passing", "truncated_bptt", "fitted_noise", "learned"])
