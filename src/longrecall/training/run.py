@@ -91,10 +91,11 @@ def run_recipe(
         if torch.cuda.is_available() and not on_cpu():
             check_devices(torch.cuda.device_count())
         arguments = trainer_arguments(recipe, output)
-        with Place(arguments.process_index, arguments.world_size).together():
-            recipe = launched(recipe, arguments.world_size, said)
-        place = make_place(recipe.parallel, arguments.process_index, arguments.world_size, arguments.device)
-        with naming_the_dead(place):
+        processes = Place(arguments.process_index, arguments.world_size)
+        with naming_the_dead(processes):
+            with processes.together():
+                recipe = launched(recipe, processes.world, said)
+            place = make_place(recipe.parallel, processes.rank, processes.world, arguments.device)
             return _run_together(recipe, arguments, output, place, resume, show_progress, force)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longrecall.errors import RefusedTogether, UserError
-from longrecall.training.parallel.place import Place, make_place, replicas
+from longrecall.training.parallel.place import Place, make_place, naming_the_dead, replicas
 from longrecall.training.recipe import ParallelRecipe, Recipe
 
 REFUSED: list[tuple[ParallelRecipe, int, str]] = [
@@ -39,6 +39,21 @@ def test_meshes_that_cannot_be() -> None:
     with pytest.raises(RefusedTogether) as refusal:
         make_place(ParallelRecipe(shard=8), 0, 1, torch.device("cpu"))
     assert refusal.value.told_here
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:46853",
+        "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+    ],
+)
+def test_what_torch_says_of_a_process_that_has_died(said: str) -> None:
+    """While computing, and while looking for each other: one line, and no bug."""
+    with pytest.raises(UserError, match="another process of this run has ended"), naming_the_dead(Place(1, 2)):
+        raise RuntimeError(said)
+    with pytest.raises(RuntimeError, match="Connection"), naming_the_dead(Place()):
+        raise RuntimeError(said)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ class Place:
         return found
 
 
-_LOST = re.compile(r"(closed|reset) by peer|Broken pipe|remote process exited", re.IGNORECASE)
+_LOST = re.compile(r"(closed|reset) by peer|likely closed|Broken pipe|remote process exited", re.IGNORECASE)
 """What torch's libraries say where a process waited for one that was killed."""
 
 
