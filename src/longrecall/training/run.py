@@ -96,6 +96,7 @@ def run_recipe(
             with processes.together():
                 recipe = launched(recipe, processes.world, said)
             place = make_place(recipe.parallel, processes.rank, processes.world, arguments.device)
+        with naming_the_dead(place):
             return _run_together(recipe, arguments, output, place, resume, show_progress, force)
 
 
