@@ -420,7 +420,8 @@ def test_beginnings_that_prompts_share(gla: RecurrentLM) -> None:
         ({"temperature": -1.0}, "temperature"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"logprobs": 21}, "logprobs"),
-        ({"beams": 3}, "no such option"),
+        ({"beams": 3}, 'no such option "beams"'),
+        ({"temperatur": 1}, 'Did you mean "temperature"'),
     ],
 )
 def test_bad_requests_are_refused_at_once(engine: Engine, given: dict[str, Any], words: str) -> None:

@@ -240,6 +240,8 @@ def test_a_port_that_is_taken(engine: Engine) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         asyncio.run(serve(Server(engine, "tiny"), "127.0.0.1", port, grace=0, ready=lambda *_: None))
+    with pytest.raises(UserError, match="another --host"):
+        asyncio.run(serve(Server(engine, "tiny"), "203.0.113.1", 0, grace=0, ready=lambda *_: None))
 
 
 def test_the_verb_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,7 +129,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--plan", "--resume"], "leave out --resume"),
         (["--gpus", "2"], "--gpus belongs to --plan"),
         (["--plan", "--set", "optimizer.train=[x]"], "matches no parameter"),
-        (["--plan", "--set", "model.checkpoint=nowhere"], "nowhere"),
+        (["--plan", "--set", "model.checkpoint=nowhere"], "nowhere does not exist"),
+        (["--plan", "--set", "model.checkpoint=nowhere"], "--set model.checkpoint=FILE.json"),
     ],
 )
 def test_bad_plans(tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from longrecall.errors import UserError
+from longrecall.errors import UserError, did_you_mean
 from longrecall.inference.eligibility import why_not_fixed
 from longrecall.inference.slots import why_no_slots
 from longrecall.models.checkpoint import open_checkpoint
@@ -350,11 +350,12 @@ def _serve(engine: weakref.ref[Engine], worker: Worker, started: Future[None]) -
 
 
 def _with(options: RequestOptions | None, more: dict[str, Any]) -> RequestOptions:
-    try:
-        return RequestOptions(**more) if options is None else replace(options, **more)
-    except TypeError as error:
-        known = ", ".join(RequestOptions.__dataclass_fields__)
-        raise UserError(f"no such option ({error}); there are {known}") from None
+    known = RequestOptions.__dataclass_fields__
+    for name in more:
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise UserError(f'there is no such option "{name}".{near} There are {", ".join(known)}')
+    return RequestOptions(**more) if options is None else replace(options, **more)
 
 
 def _end_tokens(model: RecurrentLM, tokenizer: Any) -> tuple[int, ...]:

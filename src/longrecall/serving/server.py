@@ -254,7 +254,7 @@ async def serve(server: Server, host: str, port: int, *, grace: float, ready: Ca
             await site.start()
         except OSError as error:
             raise UserError(
-                f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
+                f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --host or --port"
             ) from error
         listening: Any = runner.addresses[0]
         ready(host, listening[1])

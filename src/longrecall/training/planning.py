@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from longrecall.errors import UserError
+from longrecall.files import expand_home
 from longrecall.layers.descriptions.base import MixerConfig
 from longrecall.layers.descriptions.mlp import MLPConfig
 from longrecall.models.outline import open_outline
@@ -133,7 +134,14 @@ def plan_run(recipe: Recipe, hardware: Hardware) -> RunPlan:
     Raises:
         UserError: no config, a pattern of the optimizer that matches nothing, a mesh that does not fit the GPUs.
     """
-    outline = open_outline(recipe.model.checkpoint)
+    try:
+        outline = open_outline(recipe.model.checkpoint)
+    except UserError as error:
+        if expand_home(recipe.model.checkpoint).exists():
+            raise
+        raise UserError(
+            f"{error}; a config.json or a description is enough for --plan: --set model.checkpoint=FILE.json"
+        ) from error
     config = outline.plain
     shapes = {name: shape for name, shape in config.tensor_shapes().items() if not name.endswith(BUFFERS)}
     names = list(shapes)
