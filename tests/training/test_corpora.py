@@ -165,6 +165,8 @@ def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_bytes(LINES)
     with pytest.raises(UserError, match=r"is compressed and .*b\.jsonl is not; make two sources"):
         stream_of({"kind": "jsonl", "path": str(tmp_path)})
+    with pytest.raises(UserError, match=r"b\.jsonl is no folder of token files"):
+        stream_of({"kind": "tokens", "path": str(tmp_path / "b.jsonl")})
     tokens = tokens_in(tmp_path)
     with pytest.raises(UserError, match="made with another tokenizer"):
         TokensCorpus(str(tokens), 4096, "0" * 64)

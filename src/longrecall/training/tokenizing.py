@@ -45,7 +45,10 @@ def tokenize_inputs(
     """
     if workers is not None and workers < 0:
         raise UserError(f"--workers must be 0 or more, got {workers}")
-    recipe = Recipe.load(inputs[0]) if len(inputs) == 1 and inputs[0].endswith((".yaml", ".yml")) else None
+    recipes = [name for name in inputs if name.endswith((".yaml", ".yml"))]
+    if recipes and len(inputs) > 1:
+        raise UserError(f"{recipes[0]} is a recipe, which is tokenised alone; give one recipe, or files of texts")
+    recipe = Recipe.load(recipes[0]) if recipes else None
     place = tokenizer or (recipe.model.checkpoint if recipe is not None else None)
     if place is None:
         raise UserError("--tokenizer is missing: name the checkpoint that will be trained on the tokens")

@@ -36,7 +36,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     again = "make the folder anew with longrecall tokenize"
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} is no folder of token files: it has no {INDEX_FILE}; {again}") from None
     except OSError as error:
         raise unreadable(path, error) from None
