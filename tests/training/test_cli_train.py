@@ -13,7 +13,6 @@ import yaml
 from longrecall.cli import train as verb
 from longrecall.cli.main import main
 from longrecall.errors import UserError
-from longrecall.training.parallel.place import Place
 from longrecall.training.recipe import Recipe
 
 
@@ -50,21 +49,6 @@ def test_the_dry_run_counts_every_process(
     assert "6 processes, but there are 4" in capsys.readouterr().err
     assert main(["train", recipe_file, "--dry-run", "--set", "parallel.context=6"]) == 2
     assert "context 6 = 6, which does not divide the 4 processes" in capsys.readouterr().err
-
-
-def test_a_process_that_dies_before_the_first_step_is_named(
-    recipe_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a process that the system killed while it read the weights: the others wait for it."""
-
-    class Two(Place):
-        def gather(self, value: object) -> list[object]:
-            raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:62128")
-
-    monkeypatch.setattr("longrecall.training.run.make_place", lambda *_: Two(1, 2))
-    assert main(["train", recipe_file]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("longrecall: error: another process of this run has ended") and told.count("\n") == 1
 
 
 def test_train_and_resume_print_json(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
