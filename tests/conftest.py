@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis.internal.conjecture import providers
 
+from tests import warm
 from tests.interpreter import quicken
 
+# To ask the driver itself whether there is a GPU would keep forked processes from using it.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 if not torch.cuda.is_available():
     # Triton decides when it is imported whether kernels are interpreted, and any test may import it first.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -20,6 +24,10 @@ if not torch.cuda.is_available():
 # Compiled files are kept, also where the environment is against it: pytest rewrites every assertion of the suite, which
 # takes each worker half of its time to collect the tests.
 sys.dont_write_bytecode = False
+
+# Hypothesis would read every file of the project for numbers to try, in each worker of a new clone, for seconds. What
+# it tries would depend on what else a worker has imported.
+providers._get_local_constants = lambda: providers._local_constants
 
 MIXERS: dict[str, dict[str, Any]] = {
     "gla": {"type": "gla", "num_heads": 2, "key_dim": 8, "value_dim": 16},
@@ -97,10 +105,12 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    warm.prepare()
 
 
 def pytest_unconfigure() -> None:
     """Let the interpreter take everything down at its end."""
+    warm.close()
     gc.unfreeze()
 
 

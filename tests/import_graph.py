@@ -8,6 +8,7 @@ need each other are one idea in two places, however late the import is made. A n
 from __future__ import annotations
 
 import ast
+import functools
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -70,8 +71,24 @@ class ImportGraph:
         return module
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """A file, read once for all tests: hundreds of them take seconds."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def statements(path: Path) -> Iterator[ast.AST]:
+    """All nodes of a file but its expressions, which are most of them."""
+    waiting: list[ast.AST] = [parsed(path)]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += (inner for inner in ast.iter_child_nodes(node) if not isinstance(inner, ast.expr))
+
+
 def _imports(path: Path) -> Iterator[_Import]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    calls = "import_module" in path.read_text(encoding="utf-8")
+    for node in ast.walk(parsed(path)) if calls else statements(path):
         if isinstance(node, ast.Import):
             yield from (_Import(alias.name, None, alias.asname or alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

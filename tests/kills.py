@@ -1,7 +1,7 @@
 """Commands that are killed at chosen points, many a second: a warm process forks a child for each.
 
-Importing torch takes seconds, a tiny command a tenth of one. So a server imports everything once, runs nothing that
-starts threads, and forks; `Server` talks to it over pipes. A child is killed
+Importing torch takes seconds, a tiny command a tenth of one. So a server, itself a fork (`warm`), imports what is left
+once, runs nothing that starts threads, and forks; `Server` talks to it. A child is killed
 
 * before its n-th operation on files (open for writing, rename, remove, make a folder, ...), as Python's audit events
   report them, or a flush to the disk; or right after it, where it opens a file, which is empty then;
@@ -16,7 +16,6 @@ import contextlib
 import gc
 import importlib
 import io
-import json
 import os
 import pkgutil
 import resource
@@ -27,9 +26,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import longrecall
+from tests import warm
 
 CHANGES = {
     "os.chmod", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.truncate",
@@ -66,29 +69,21 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self._log = folder / "said.txt"
-        source = Path(importlib.import_module("longrecall").__file__ or "").parents[1]
-        paths = os.pathsep.join([str(source), str(Path(__file__).parents[1])])
-        environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.kills"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        with Listener(family="AF_UNIX") as listener:
+            self._process = warm.start(serve, listener.address, stderr=self._log)
+            self._pipe = listener.accept()
 
     def run(self, words: Sequence[str], folder: Path, kill: Kill | None = None, patch: str = "") -> End:
         """Run ``longrecall WORDS`` in `folder`; `patch`: name of a function that is called first in the child."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         request = {"words": list(words), "folder": str(folder), "kill": vars(kill) if kill else None}
-        request |= {"log": str(self._log), "patch": patch}
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        assert answer, "the server has died"
-        return End(said=self._log.read_text(errors="replace"), **json.loads(answer))
+        self._pipe.send(request | {"log": str(self._log), "patch": patch})
+        answer = self._pipe.recv()
+        return End(said=self._log.read_text(errors="replace"), **answer)
 
     def close(self) -> None:
         """End the server."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        self._pipe.close()
         self._process.wait(timeout=120)
-        self._process.stdout.close()
 
 
 class _Operations:
@@ -252,13 +247,8 @@ def quick_demo(report: int) -> None:
     processes.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
 
 
-def serve() -> None:
-    """Import everything, then answer one request a line until the input ends."""
-    import torch
-
-    import longrecall
-
-    torch.set_num_threads(1)
+def serve(address: str) -> None:
+    """Import everything, then answer requests until their end."""
     for module in pkgutil.walk_packages(longrecall.__path__, "longrecall."):
         # Kernels and other people's harness need what may not be installed, and no command here needs them.
         if not module.name.startswith(("longrecall.ops.triton", "longrecall.evaluation.harness")):
@@ -266,12 +256,6 @@ def serve() -> None:
                 importlib.import_module(module.name)
     gc.collect()
     gc.freeze()  # what children do not touch need not be copied
-    for line in sys.stdin.buffer:
-        answer = json.dumps(_answer(json.loads(line))) + "\n"
-        sys.stdout.buffer.write(answer.encode())
-        sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    serve()
-    os._exit(0)  # to take down all that was imported takes seconds too
+    with Client(address) as pipe, contextlib.suppress(EOFError):
+        while True:
+            pipe.send(_answer(pipe.recv()))

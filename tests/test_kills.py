@@ -60,7 +60,7 @@ class Case:
     out: str
     resumes: bool = False
     patch: str = ""
-    kills: int = 6
+    kills: int = 4
     """Operations before which it is killed at most, drawn at random where there are more; `-m slow` takes all."""
 
     @property
@@ -87,7 +87,7 @@ CASES = {
         "diagnose base --device cpu --text text.txt --multiple 4 --sequences 2 --recall-samples 5 --out d.json",
         "d.json",
         resumes=True,
-        kills=8,
+        kills=6,
     ),
     "compare": Case("compare a.json a.json --out compared.json", "compared.json"),
     "report": Case("report sweep.json -o page.html", "page.html"),

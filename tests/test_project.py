@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import os
 import re
 import shlex
@@ -23,7 +22,7 @@ from packaging.utils import canonicalize_name
 import longrecall
 from longrecall.cli.main import VERBS, build_parser
 from longrecall.installing import install_command
-from tests.import_graph import ImportGraph, circle, circular_edges
+from tests.import_graph import ImportGraph, circle, circular_edges, parsed, statements
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "longrecall"
@@ -126,7 +125,7 @@ def test_files_and_functions_stay_readable() -> None:
         text = path.read_text(encoding="utf-8")
         if text.count("\n") > 400:
             found.append(f"{module_name(path)} has {text.count(chr(10))} lines; split the file")
-        for node in ast.walk(parsed(path)):
+        for node in statements(path):
             if isinstance(node, ast.FunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
                 lines = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
@@ -144,12 +143,6 @@ def declared(extra: str | None = None) -> set[str]:
 
 
 OURS_AND_PYTHONS = {"longrecall", *sys.stdlib_module_names}
-
-
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    """A file of the package, read once for all tests."""
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def late(path: Path) -> Iterator[tuple[str, bool]]:
@@ -237,7 +230,7 @@ for name in MODULES: importlib.import_module(name)
 FORK = """
 import importlib, os, sys
 import torch, torch._dynamo, torch.distributed.tensor, torch.utils.checkpoint
-import huggingface_hub, safetensors.torch, tokenizers
+import accelerate, huggingface_hub, safetensors.torch, tokenizers
 assert not {"transformers", "longrecall"} & sys.modules.keys()
 for code in CODES:
     child = os.fork()

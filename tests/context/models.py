@@ -1,12 +1,8 @@
-"""Whole models whose sequences are cut over ranks: ``python -m tests.context.models PORT [NAME ...]`` (gloo, CPU).
-
-A process takes seconds to import everything, so one imports, reads all sequences whole, and becomes four by fork.
-"""
+"""Whole models whose sequences are cut over ranks (gloo, CPU); `main` is run in a process of its own."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -310,7 +306,6 @@ def run(cases: dict[str, Case]) -> None:
     dist.barrier()
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    prepared = prepare_all(sys.argv[1:])
-    on_processes(PROCESSES, partial(run, prepared))
+def main(*names: str) -> None:
+    """Read all sequences whole, then in pieces on four ranks, which are forks that have what was found."""
+    on_processes(PROCESSES, partial(run, prepare_all(list(names))))

@@ -363,8 +363,13 @@ def run() -> None:
     dist.barrier()
 
 
+def main() -> None:
+    """Become the processes of the group by fork."""
+    on_processes(PROCESSES, run)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if INTERPRETED:
         quicken(pytest.MonkeyPatch())
-    on_processes(PROCESSES, run)
+    main()

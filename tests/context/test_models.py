@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -15,9 +11,9 @@ from longrecall.layers.mixers import registry
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.packed_documents import find_fragments
 from longrecall.models.recurrent_lm import RecurrentLM
+from tests import warm
 from tests.conftest import MIXERS
-from tests.context.models import MODELS
-from tests.processes import PATIENCE
+from tests.context import models
 
 FOURTH = ContextGroup(object(), 3, 4)
 """Rank 3 of four that are not there."""
@@ -25,15 +21,13 @@ FOURTH = ContextGroup(object(), 3, 4)
 
 def test_whole_models_over_two_and_four_ranks() -> None:
     """Loss, logits, states passed on and every gradient; with padding, and with packed documents."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-m", "tests.context.models"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment, check=False)
+    done = warm.run(models.main)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_every_mixer_reads_pieces() -> None:
     """A new type is to be in a model that is cut over ranks."""
-    configs = [RecurrentConfig(**{"hidden_size": 32} | changes) for changes in MODELS.values()]
+    configs = [RecurrentConfig(**{"hidden_size": 32} | changes) for changes in models.MODELS.values()]
     layers = [layer for config in configs for layer in config.layer_configs()]
     modules = [module for layer in layers for _, part in layer.parts() for module in part.with_inner()]
     assert {module.type for module in modules} == set(registry.MIXERS)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-import longrecall
 from longrecall import RecurrentLM
 from longrecall.errors import UserError
 from longrecall.evaluation import engine, evaluate, evaluate_checkpoint, journal, read_result
 from longrecall.evaluation.recall import CellJob
+from tests import warm
 from tests.interrupter import Interrupter
 
 TEXT = "It was the best of times, it was the wörst of times. " * 60
@@ -202,21 +199,21 @@ def checkpoint(model: RecurrentLM, tokenizer: Any, tmp_path: Path) -> Path:
 def test_a_killed_process_goes_on(checkpoint: Path, tmp_path: Path) -> None:
     """SIGKILL gives no chance to tidy up: what counts is what was on the disk."""
     out, partial = tmp_path / "r.json", tmp_path / "r.json.partial"
-    words = [str(checkpoint), "--tasks", "copying", "--lengths", "900", "--samples", "150", "--out", str(out)]
-    command = [sys.executable, "-m", "longrecall.cli.main", "eval", *words, "--batch-tokens", "2k", "--device", "cpu"]
-    env = os.environ | {"PYTHONPATH": str(Path(longrecall.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
+    words = [str(checkpoint), "--tasks", "copying", "--lengths", "900", "--samples", "40", "--out", str(out)]
+    with warm.start(warm.longrecall, ["eval", *words, "--batch-tokens", "2k", "--device", "cpu"]) as process:
         while process.poll() is None and not (partial.exists() and partial.read_bytes().count(b"\n") > 3):
-            time.sleep(0.01)
+            time.sleep(0.002)
+        process.send_signal(signal.SIGSTOP)  # it is at work however long this takes
         for flags in ({}, {"resume": True}, {"force": True}):
             with pytest.raises(
                 UserError, match=rf"r.json is being written by process {process.pid} .*longrecall eval "
             ):
-                evaluate_checkpoint(checkpoint, ["copying"], [900], 150, seed=1, out=out, **flags)
+                evaluate_checkpoint(checkpoint, ["copying"], [900], 40, seed=1, out=out, **flags)
         process.send_signal(signal.SIGKILL)
+        process.wait()
     assert process.returncode == -signal.SIGKILL and not out.exists()
     before = partial.read_bytes().count(b"\n") - 1
-    assert 3 <= before < 150
+    assert 3 <= before < 40
     samples: list[int] = []
     original = CellJob.run
 
@@ -230,13 +227,13 @@ def test_a_killed_process_goes_on(checkpoint: Path, tmp_path: Path) -> None:
             checkpoint,
             ["copying"],
             [900],
-            150,
+            40,
             options={"copying": {"trained": None}},
             out=out,
             resume=True,
             device="cpu",
             progress=False,
         )
-    assert len(samples) == 150 - before
-    assert [entry["count"] for entry in result["results"]] == [150, 150 * 900]
+    assert len(samples) == 40 - before
+    assert [entry["count"] for entry in result["results"]] == [40, 40 * 900]
     assert out.exists() and not partial.exists() and not list(tmp_path.glob(".*"))

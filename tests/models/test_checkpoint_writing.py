@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import os
-import subprocess
-import sys
-import textwrap
+import resource
+import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,10 @@ import torch
 from safetensors import SafetensorError
 
 from longrecall.errors import UserError
-from longrecall.models import checkpoint as checkpoint_module
 from longrecall.models.checkpoint import CheckpointWriter, open_checkpoint, save
+from longrecall.models.config import RecurrentConfig
 from longrecall.outputs import claim_folder
+from tests import warm
 from tests.models.checkpoints import (
     GLA,
     MAMBA2,
@@ -38,26 +38,24 @@ def test_exception_leaves_nothing(tmp_path: Path) -> None:
     assert left_behind(tmp_path) == []
 
 
+def write_and_wait(out: Path, ready: Path) -> None:
+    """Write all files of a checkpoint, but do not publish it."""
+    config = config_of()
+    with CheckpointWriter(out, max_shard_bytes=1) as writer:
+        writer.set_config(config)
+        for name, tensor in filled(config):
+            writer.add(name, tensor)
+        ready.touch()
+        time.sleep(60)
+
+
 def test_one_writer_at_a_time_and_a_killed_one_leaves_no_checkpoint(tmp_path: Path) -> None:
-    script = f"""
-        import torch
-        from longrecall.models.checkpoint import CheckpointWriter
-        from longrecall.models.config import RecurrentConfig
-        layers = [{{"mixer": {GLA!r}, "mlp_size": 0}}]
-        config = RecurrentConfig(vocab_size=17, hidden_size=8, layers=layers)
-        with CheckpointWriter({str(tmp_path / "out")!r}, max_shard_bytes=1) as writer:
-            writer.set_config(config)
-            for name, shape in config.tensor_shapes().items():
-                writer.add(name, torch.zeros(shape))
-            input("ready\\n")
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), text=True
-    ) as other:
-        assert other.stdout is not None
+    ready = tmp_path / "ready"
+    with warm.start(write_and_wait, tmp_path / "out", ready) as other:
         try:
-            assert other.stdout.readline() == "ready\n"
+            while other.poll() is None and not ready.exists():
+                time.sleep(0.01)
+            ready.unlink()
             with pytest.raises(
                 UserError, match=rf"out is being written by process {other.pid} on .* choose another fol"
             ):
@@ -116,11 +114,6 @@ def test_a_folder_that_a_run_writes_in_is_not_replaced(tmp_path: Path) -> None:
         thread.start()
         thread.join()
     assert "run is being written by another thread" in told[0] and left_behind(run) == ["log.jsonl"]
-
-
-def environment() -> dict[str, str]:
-    source = str(Path(checkpoint_module.__file__).parents[2])
-    return {**os.environ, "PYTHONPATH": source}
 
 
 def test_non_empty_folder_is_kept_without_force(tmp_path: Path) -> None:
@@ -216,29 +209,22 @@ def test_full_disk_while_saving(error: Exception, tmp_path: Path, monkeypatch: p
     assert left_behind(tmp_path) == []
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs resource limits")
+def write_on_a_full_disk(out: Path) -> None:
+    """A limit on the file size makes the real write fail midway, as a full disk does."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    config = RecurrentConfig(vocab_size=5000, hidden_size=8, layers=[{"mixer": GLA, "mlp_size": 0}])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+    try:
+        with CheckpointWriter(out) as writer:
+            writer.set_config(config)
+            for name, shape in config.tensor_shapes().items():
+                writer.add(name, torch.zeros(shape))
+    except UserError as error:
+        print(error)
+
+
 def test_system_that_refuses_to_write_more(tmp_path: Path) -> None:
-    # A limit on the file size makes the real write fail midway, as a full disk does.
-    script = f"""
-        import resource, signal, torch
-        from longrecall.errors import UserError
-        from longrecall.models.checkpoint import CheckpointWriter
-        from longrecall.models.config import RecurrentConfig
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        layers = [{{"mixer": {GLA!r}, "mlp_size": 0}}]
-        config = RecurrentConfig(vocab_size=5000, hidden_size=8, layers=layers)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-        try:
-            with CheckpointWriter({str(tmp_path / "out")!r}) as writer:
-                writer.set_config(config)
-                for name, shape in config.tensor_shapes().items():
-                    writer.add(name, torch.zeros(shape))
-        except UserError as error:
-            print(error)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], env=environment(), capture_output=True, text=True, timeout=120
-    )
+    done = warm.run(write_on_a_full_disk, tmp_path / "out")
     assert "out cannot be written: File too large" in done.stdout, done.stderr
     assert left_behind(tmp_path) == []
 

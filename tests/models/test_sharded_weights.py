@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 
+from tests import warm
+from tests.models import sharding_worker
 from tests.processes import PATIENCE, meeting_point
 
 WORKER = [sys.executable, "-W", "ignore", "-m", "tests.models.sharding_worker"]
@@ -21,7 +23,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def test_two_processes_compute_what_one_does() -> None:
     """Losses, gradients, a step of AdamW, states, text: see the worker."""
-    done = subprocess.run([*WORKER, "cpu"], env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    done = warm.run(sharding_worker.on_cpu)
     assert not done.returncode, done.stdout + done.stderr
 
 

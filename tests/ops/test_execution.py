@@ -28,12 +28,12 @@ MAY_READ_THE_ENVIRONMENT = {
 
 def reads_the_environment(source: str) -> bool:
     """Whether a file names `os.environ` or `os.getenv`, however it imported them."""
-    names = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    if "environ" not in source and "getenv" not in source:
+        return False  # most files: to parse all of them takes seconds
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     imported = {
-        alias.name
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ImportFrom) and node.module == "os"
-        for alias in node.names
+        alias.name for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "os" for alias in node.names
     }
     return bool({"environ", "environb", "getenv"} & (names | imported))
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import yaml
 
 import longrecall
+from longrecall.errors import UserError
 from longrecall.models.byte_tokenizer import byte_tokenizer
 from longrecall.models.checkpoint import open_checkpoint
 from longrecall.training.checkpoints import find_saved_runs
@@ -24,53 +24,49 @@ from longrecall.training.evaluation import Share, prepare_evaluation
 from longrecall.training.initial_states import Zero, make_initial_state
 from longrecall.training.optimizer import make_optimizer, parameter_groups, touched_names
 from longrecall.training.recipe import Recipe
+from longrecall.training.run import run_recipe
 from longrecall.training.schedule import rate_factor
 from longrecall.training.segments import Segments, read_batch
-from tests.processes import PATIENCE
+from tests import warm
+from tests.processes import on_processes
 from tests.training.interventions import override
 
-WORKER = """
-import sys
-import torch
-import torch.distributed.tensor
-from longrecall.errors import UserError
-from longrecall.training.data import BatchStream
-from longrecall.training.recipe import Recipe
-from longrecall.training.run import run_recipe
-from tests.processes import on_processes
 
-torch.set_num_threads(1)
 class Killed(BaseException):
-    pass
+    """Ends a run as a signal would."""
 
-original = BatchStream.__iter__
-def dying(self):
-    for index, batch in enumerate(original(self)):
-        if index == 5:
-            raise Killed
-        yield batch
 
-def work():
-    for folder in sys.argv[1:]:
+def train_all(folders: list[str]) -> None:
+    """What each of two processes does: every run whole, and killed and resumed."""
+    original = BatchStream.__iter__
+
+    def dying(self: BatchStream) -> Iterator[Any]:
+        for index, batch in enumerate(original(self)):
+            if index == 5:
+                raise Killed
+            yield batch
+
+    for folder in folders:
         path = f"{folder}/r.yaml"
         run_recipe(Recipe.load(path, [f"run.output={folder}/whole"]), show_progress=False)
         BatchStream.__iter__ = dying
-        try:
+        with suppress(Killed):
             run_recipe(Recipe.load(path, [f"run.output={folder}/killed"]), show_progress=False)
-        except Killed:
-            pass
         BatchStream.__iter__ = original
         summary = run_recipe(Recipe.load(path, [f"run.output={folder}/killed"]), resume=True, show_progress=False)
         assert summary.resumed_from == 2, summary
     # The first process alone looks at the folder; the other one must not wait for it in vain.
-    try:
+    with pytest.raises(UserError, match=r"holds a run already \(steps\)"):
         run_recipe(Recipe.load(path, [f"run.output={folder}/killed"]), show_progress=False)
-        raise AssertionError("a finished run was replaced")
-    except UserError as error:
-        assert "holds a run already (steps)" in str(error), error
 
-on_processes(2, work)
-"""
+
+def on_two_processes(*folders: str) -> None:
+    """What torchrun does, which imports everything again for each process; tests/evaluation/test_parallel.py starts it.
+
+    To be run.
+    """
+    on_processes(2, partial(train_all, list(folders)))
+
 
 KINDS: dict[str, dict[str, Any]] = {
     "state_passing": {"probability": 0.7},
@@ -150,12 +146,7 @@ def test_two_processes(make_recipe: Callable[..., Recipe], tmp_path: Path) -> No
     for kind, recipe in recipes.items():
         (tmp_path / kind).mkdir()
         (tmp_path / kind / "r.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
-    (tmp_path / "worker.py").write_text(WORKER)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "worker.py"), *(str(tmp_path / kind) for kind in recipes)],
-        env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
+    done = warm.run(on_two_processes, *(str(tmp_path / kind) for kind in recipes))
     assert done.returncode == 0, done.stderr[-3000:]
 
     for kind, recipe in recipes.items():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-import longrecall
 from longrecall.cli.main import main
 from longrecall.models.checkpoint import open_checkpoint
 from longrecall.training.recipe import Recipe
+from tests import warm
 
 
 def test_a_second_run_is_refused_until_the_first_one_is_dead(
@@ -24,9 +22,7 @@ def test_a_second_run_is_refused_until_the_first_one_is_dead(
 ) -> None:
     path, out = tmp_path / "recipe.yaml", tmp_path / "out"
     path.write_text(yaml.safe_dump(make_recipe("run.steps=8", "run.save_every=1", "run.batch_size=1").to_dict()))
-    command = [sys.executable, "-m", "longrecall.cli.main", "train", str(path)]
-    environment = os.environ | {"PYTHONPATH": str(Path(longrecall.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as first:
+    with warm.start(warm.longrecall, ["train", str(path)]) as first:
         try:
             while first.poll() is None and not (out / "steps" / "step-00000002").exists():
                 time.sleep(0.01)
@@ -43,6 +39,7 @@ def test_a_second_run_is_refused_until_the_first_one_is_dead(
                 assert f"(longrecall train {path}); wait until it ends, or choose another" in told
         finally:
             first.kill()
+            first.wait()
     assert first.returncode == -9 and not (out / "final").exists()
     words = ["train", str(path), "--set", f"run.output={tmp_path / 'whole'}"]
     assert main(["train", str(path), "--resume"]) == main(words) == 0

@@ -1,7 +1,5 @@
 """Runs of `longrecall train` on several processes, some of which die or meet a full disk where a plan says so.
 
-    python processes.py PLAN.json
-
 Everything is imported once; every run forks its processes from here. The plan is a list of runs; each gets its exit
 codes by rank (-9 = killed, -99 = hung), what each process said, and the seconds from the kill, or from the beginning of
 training, to the end of the last process.
@@ -19,10 +17,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed.fsdp
-import torch.distributed.tensor
 
 from longrecall.cli import main as cli
 from longrecall.training import run as training_run
@@ -149,11 +143,10 @@ def on_processes(run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def main(name: str) -> None:
     # What people get time for.
     agreement.PATIENCE, cli._AFTER_THE_FIRST, training_run._PATIENCE = 0.3, 0.1, 0.5
-    plan = Path(sys.argv[1])
+    plan = Path(name)
     ends = []
     for planned in json.loads(plan.read_text()):
         # One for each run: what the last one has left there is none of this one's.
@@ -161,7 +154,3 @@ def main() -> None:
         ends.append(on_processes(planned))
         del store
         plan.with_suffix(".ends").write_text(json.dumps(ends))
-
-
-if __name__ == "__main__":
-    main()

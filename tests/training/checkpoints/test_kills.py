@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,9 @@ import pytest
 import yaml
 
 from longrecall.training.checkpoints import find_saved_runs
+from tests import warm
 from tests.processes import PATIENCE
+from tests.training.checkpoints import processes
 from tests.training.runs import equal, weights
 
 SHARDS, COPIES = ["parallel.shard=2"], ["parallel.shard=1"]
@@ -46,11 +45,7 @@ def carry_out(folder: Path, runs: list[Any], timeout: float = PATIENCE) -> list[
     """Return how each run of a plan ended."""
     plan = folder / "plan.json"
     plan.write_text(json.dumps(runs))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("processes.py")), str(plan)],
-        env=environment, capture_output=True, text=True, timeout=timeout, check=False,
-    )  # fmt: skip
+    done = warm.run(processes.main, str(plan), timeout=timeout)
     assert done.returncode == 0, done.stderr[-3000:]
     ends: list[Any] = json.loads(plan.with_suffix(".ends").read_text())
     return ends

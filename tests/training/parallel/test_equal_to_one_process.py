@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +16,12 @@ from longrecall.models.checkpoint import save
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.training.recipe import Recipe
+from tests import warm
 from tests.conftest import MIXERS
 from tests.layers import test_shared_block
 from tests.models.test_memory_tokens import MODELS
-from tests.processes import PATIENCE
 from tests.training.conftest import tiny_model
-from tests.training.parallel import one_process
-
-WORKER = Path(__file__).with_name("worker.py")
+from tests.training.parallel import one_process, worker
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "copies": (2, {"initial_state": {"kind": "truncated_bptt"}}),
@@ -81,11 +76,7 @@ def write_case(folder: Path, base: Path, text: Path, world: int, case: dict[str,
 
 
 def run_worker(*folders: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(
-        [sys.executable, str(WORKER), *map(str, folders)],
-        env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
+    done = warm.run(worker.main, *map(str, folders))
     assert done.returncode == 0, done.stderr[-12000:]
 
 

@@ -1,7 +1,5 @@
 """Runs recipes on forked processes: what torchrun does, without importing everything once more for each of them.
 
-    python worker.py FOLDER...
-
 Each folder holds `r.yaml` (or one for a process, `r-<rank>.yaml`) and `world`, the number of processes, which stand in
 that folder, or in its `rank-<rank>`. Beside the run lie ``gradients.pt``, the gradients of every step before clipping,
 and ``state-<rank>.pt``, the initial state at the end; or ``refused-<rank>.json``, if the run was refused.
@@ -11,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +54,9 @@ def train(folder: Path) -> None:
     torch.save(jobs[0].initial.state_dict(), folder / f"state-{rank}.pt")
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def main(*names: str) -> None:
     agreement.PATIENCE = 0.3
-    folders = [Path(name) for name in sys.argv[1:]]
+    folders = [Path(name) for name in names]
     worlds = {folder: int((folder / "world").read_text()) for folder in folders}
     for world in sorted(set(worlds.values())):
         mine = [folder for folder in folders if worlds[folder] == world]
@@ -70,7 +66,3 @@ def main() -> None:
                 train(folder)
 
         on_processes(world, work)
-
-
-if __name__ == "__main__":
-    main()
