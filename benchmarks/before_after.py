@@ -113,25 +113,17 @@ def base_model(name: str) -> Any:
     return longrecall.load(str(ROOT / "src" / "longrecall" / "assets" / BASES[name])).eval()
 
 
-def peak_mib() -> float:
-    """The largest resident set of this program so far.
-
-    Not `ru_maxrss`, which begins with that of the process that started this one, and would hide all that is smaller.
-    """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
-
-
 def memory_of(name: str) -> float:
     """MiB that a call over 262,144 tokens takes beyond one over 4,096; to be asked once in a process."""
     import torch
+    from cpu_timing import peak_rss
 
     torch.set_num_threads(1)
     model, peaks = base_model(name), []
     for columns in (4096, 262144):
         with torch.no_grad():
             model(torch.ones(1, columns, dtype=torch.long), logits_to_keep=1)
-        peaks.append(peak_mib())
+        peaks.append(peak_rss())
     return peaks[1] - peaks[0]
 
 

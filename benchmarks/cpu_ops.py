@@ -35,7 +35,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
-from cpu_timing import OtherPrograms, cpu_parser, disagreement, ratio_of, recorded
+from cpu_timing import OtherPrograms, cpu_parser, disagreement, peak_rss, ratio_of, recorded
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -203,12 +203,6 @@ def measure_bfloat16(case: Case, repeats: int) -> dict[str, object] | None:
         exact, low = in_turn(repeats, partial(with_products, False, run), partial(with_products, True, run))
         row[label] = {"float32_ms": median_ms(exact), "bfloat16_ms": median_ms(low)} | ratio_of(exact, low)
     return row
-
-
-def peak_rss() -> float:
-    """Peak resident memory of this process in MiB; VmHWM, because ru_maxrss is inherited from the parent."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def memory_growth(case: Case, length: int) -> float:

@@ -25,6 +25,12 @@ from torch import Tensor
 from longrecall.version import __version__
 
 
+def peak_rss() -> float:
+    """Peak resident memory of this process in MiB; VmHWM, because ru_maxrss is inherited from the parent."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
 def cpu_parser(about: str | None, threads: int) -> argparse.ArgumentParser:
     """A parser with the number of threads and the place of the result."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import random
-import resource
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ from longrecall.models.description import read_description
 from longrecall.models.recurrent_lm import RecurrentLM
 
 sys.path.insert(0, str(Path(__file__).parent))
+from cpu_timing import peak_rss
 from gpu_timing import Rows
 
 CONFIGS = Path(__file__).parent.parent / "recipes" / "configs"
@@ -104,12 +104,12 @@ def memory(model: RecurrentLM, count: int, slots: int) -> dict[str, Any]:
         by_engine(engine, work[: count // 10])
         gc.collect()
         before = torch.cuda.memory_allocated() if on_gpu else 0
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        resident = peak_rss()
         seconds, _ = by_engine(engine, work)
         gc.collect()
         after = torch.cuda.memory_allocated() if on_gpu else 0
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident
-    return {"requests": count, "seconds": seconds, "gpu_bytes": after - before, "process_bytes": 1024 * grown}
+    grown = int((peak_rss() - resident) * 2**20)
+    return {"requests": count, "seconds": seconds, "gpu_bytes": after - before, "process_bytes": grown}
 
 
 def built(name: str) -> RecurrentLM:

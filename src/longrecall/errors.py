@@ -25,6 +25,11 @@ class RefusedTogether(UserError):
         self.told_here = told_here
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error of somebody else says; the name of its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def first_process() -> bool:
     """Whether this is the first of the processes that a launcher such as torchrun has started, or the only one."""
     return os.environ.get("RANK", "0") == "0"

@@ -11,6 +11,7 @@ import warnings
 
 from torch import Tensor
 
+from longrecall.errors import first_line
 from longrecall.inference.eligibility import why_no_graph, why_no_room
 from longrecall.inference.reading import MOST_ROWS, captured_segments
 from longrecall.inference.segments import SEGMENT, CapturedSegments
@@ -64,7 +65,7 @@ def captured_pass(model: RecurrentLM, text: Text) -> CapturedPass | None:
             return None
         segments.prepare(columns)
     except RuntimeError as error:  # out of memory, or a driver that refuses to capture
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         warnings.warn(f"reading without CUDA graphs, which failed: {reason}", stacklevel=2)
         model.captured_steps.clear()
         return None

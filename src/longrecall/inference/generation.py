@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from longrecall.errors import first_line
 from longrecall.inference import reader as reader  # it puts itself into the model
 from longrecall.inference.captured_choice import CapturedChoice, captured_choice, choice_key
 from longrecall.inference.eligibility import room_for, why_no_graph, why_no_recording
@@ -113,7 +114,7 @@ class CapturedSampling:
             choice = _choice(step, logits, choosing, new) if new >= LEAST_CAPTURED else None
             step.load(state)
         except RuntimeError as error:  # out of memory, or a driver that refuses to capture
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             if room and isinstance(error, torch.OutOfMemoryError):
                 reason += f" (room for {room} tokens is taken at once: a smaller max_new_tokens takes less)"
             warnings.warn(f"decoding without a CUDA graph, which failed: {reason}", stacklevel=2)

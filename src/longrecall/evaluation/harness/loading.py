@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from longrecall.errors import UserError
+from longrecall.errors import UserError, first_line
 from longrecall.evaluation.harness.task import HarnessTask, definition_file
 from longrecall.models.checkpoint_tokenizer import without_checkpoint_code
 
@@ -66,9 +66,9 @@ def load_tasks(
     except UserError:
         raise
     except ImportError as error:
-        raise UserError(f"{task.name}: it needs a package that is not installed ({_first_line(error)})") from error
+        raise UserError(f"{task.name}: it needs a package that is not installed ({first_line(error)})") from error
     except Exception as error:  # data sets and other people's task code raise anything
-        raise UserError(f"{task.name}: {_cannot_load(task)}: {_first_line(error)}") from error
+        raise UserError(f"{task.name}: {_cannot_load(task)}: {first_line(error)}") from error
     if not loaded["tasks"]:
         raise UserError(f"{task.name} names no task that lm-evaluation-harness can load")
     return loaded
@@ -107,7 +107,3 @@ def _data_set(path: Path) -> str | None:
         return None
     name = config.get("dataset_path") or getattr(config.get("class"), "DATASET_PATH", None)
     return None if name is None else str(name)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

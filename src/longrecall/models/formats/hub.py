@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from longrecall.errors import UserError
+from longrecall.errors import UserError, first_line
 from longrecall.files import expand_home
 from longrecall.models.formats.weights import SAFETENSORS_FILE, SAFETENSORS_INDEX, TORCH_FILE
 
@@ -70,7 +70,7 @@ def _download(repository: str, patterns: list[str]) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
     except Exception as error:  # the hub client lets every kind of network, cache and permission error through
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(
             f"there is no folder {repository} here, and fetching {repository} from the Hugging Face hub failed "
             f"({type(error).__name__}: {reason}); check the name and the network"

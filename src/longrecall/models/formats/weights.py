@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from safetensors import SafetensorError, safe_open
 
-from longrecall.errors import UserError
+from longrecall.errors import UserError, first_line
 from longrecall.models.formats.descriptions import check_header, read_json
 from longrecall.models.formats.pieces import SHARDS_INDEX, ShardedWeights
 from longrecall.models.formats.quantised import WAY_OUT
@@ -185,7 +185,7 @@ class TorchWeights:
             _check_torch_file(path)
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # torch raises half a dozen unrelated types on a bad or dangerous file
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = first_line(error)
             raise UserError(
                 f"{path} is truncated, not a torch zip file, or holds more than plain tensors ({reason}); "
                 "convert it to safetensors where you trust it"
