@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longrecall.version import __version__
+from longrecall import __version__
 
 
 def peak_rss() -> float:

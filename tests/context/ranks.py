@@ -173,7 +173,7 @@ def documents(group: ContextGroup, g: torch.Generator, row: Row) -> None:
     """Documents that begin inside of pieces, at their borders, and one that reaches over three pieces."""
     length = 12
     total = group.world * length
-    ends = [0, 5, 12, 14, 21, total - 2, total]
+    ends = [*(end for end in (0, 5, 12, 14, 21) if end < total - 2), total - 2, total]
     drawn = row.inputs(g, 1, total) | {"initial_state": row.inputs(g, len(ends) - 1, 1)["initial_state"]}
     whole = {name: None if x is None else leaf(x.double()) for name, x in drawn.items()}
     left, right = group.rank * length, (group.rank + 1) * length
