@@ -1,22 +1,24 @@
-"""One training step (forward, loss, backward) of a published configuration on one GPU: time and peak memory.
+"""One training step (forward, loss, backward) of published configurations on one GPU: time and peak memory.
 
     python benchmarks/gpu_training.py --out benchmarks/results/gpu_training.json
 
-bfloat16 weights, batch 8 of 4096 random tokens, medians of CUDA events. Rows: the loss from whole logits, and the loss
-alone (Liger-Kernel where installed, else logits in one piece at the labelled positions). fla's Gated DeltaNet of the
-same sizes is timed beside it where it can be imported.
+bfloat16 weights, batch 8 of 4096 random tokens, medians of CUDA events. Rows: the loss alone, launched kernel by kernel
+and replayed as a CUDA graph (as `longrecall train` does); the first model's loss from whole logits too, and fla's Gated
+DeltaNet of the same sizes beside it where it can be imported.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from longrecall.layers.recording import record, recording_stream
 from longrecall.models.description import read_description
 from longrecall.models.recurrent_lm import RecurrentLM
 
@@ -34,8 +36,25 @@ def step(model: nn.Module, ids: torch.Tensor, **options: Any) -> dict[str, Any]:
             parameter.grad = None
         model(input_ids=ids, labels=ids, use_cache=False, **options).loss.backward()
 
-    milliseconds = median_ms(work, repeats=5, warmup=2)
+    milliseconds = median_ms(work, repeats=15, warmup=3)
     return {"ms": milliseconds, "tokens_per_second": ids.numel() / milliseconds * 1e3, "peak_gib": peak_gib(work)}
+
+
+def replayed(model: nn.Module, ids: torch.Tensor) -> dict[str, Any]:
+    """Median time of the same as a CUDA graph."""
+    parameters = list(model.parameters())
+
+    def work() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False, loss_only=True).loss.backward()
+
+    stream = recording_stream(ids.device)
+    with torch.cuda.stream(stream):
+        work()
+    for parameter in parameters:
+        parameter.grad = None
+    graph = record(work, 0, stream)
+    milliseconds = median_ms(graph.replay, repeats=15, warmup=3)
+    return {"ms": milliseconds, "tokens_per_second": ids.numel() / milliseconds * 1e3}
 
 
 def peer(description: dict[str, Any]) -> nn.Module:
@@ -60,25 +79,30 @@ def peer(description: dict[str, Any]) -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="gated_delta_net_400m", help="in recipes/configs [%(default)s]")
+    models = ["gated_delta_net_400m", "gated_delta_net_400m_e8"]
+    parser.add_argument("--model", nargs="+", default=models, help="in recipes/configs %(default)s")
     parser.add_argument("--rows", type=int, default=8, help="batch [%(default)s]")
     parser.add_argument("--length", type=int, default=4096, help="tokens [%(default)s]")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = Rows("gpu_training", args.out)
-    config = read_description(CONFIGS / f"{args.model}.json")
-    ids = torch.randint(0, config.vocab_size, (args.rows, args.length), device="cuda")
+    for name in args.model:
+        config = read_description(CONFIGS / f"{name}.json")
+        ids = torch.randint(0, config.vocab_size, (args.rows, args.length), device="cuda")
 
-    def ours(**options: Any) -> dict[str, Any]:
-        with torch.device("cuda"):
-            model = RecurrentLM(config).to(torch.bfloat16).train()
-        return step(model, ids, **options)
+        def ours(config: Any = config) -> nn.Module:
+            with torch.device("cuda"):
+                return RecurrentLM(config).to(torch.bfloat16).train()
 
-    rows.measure(f"{args.model}: step, loss alone", lambda: ours(loss_only=True))
-    torch.cuda.empty_cache()
-    rows.measure(f"{args.model}: step, whole logits", ours)
-    torch.cuda.empty_cache()
-    rows.measure(f"{args.model}: step, fla", lambda: step(peer(config.to_dict()), ids))
+        def measure(label: str, work: Callable[[], dict[str, Any]], name: str = name) -> None:
+            rows.measure(f"{name}: step, {label}", work)
+            torch.cuda.empty_cache()
+
+        measure("loss alone", lambda ids=ids, ours=ours: step(ours(), ids, loss_only=True))
+        measure("loss alone, CUDA graph", lambda ids=ids, ours=ours: replayed(ours(), ids))
+        if name == args.model[0]:
+            measure("whole logits", lambda ids=ids, ours=ours: step(ours(), ids))
+            measure("fla", lambda ids=ids, config=config: step(peer(config.to_dict()), ids))
 
 
 if __name__ == "__main__":

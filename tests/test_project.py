@@ -35,7 +35,7 @@ HEIGHT = {"ops": 0, "layers": 1, "models": 2, "inference": 3, "demo": 5, "cli": 
 """A room imports its own height (without circles) and what lies below; files beside the rooms are free to all."""
 
 OPTIONAL = (
-    *("aiohttp", "datasets", "pyarrow", "tensorboard", "triton", "lm_eval", "wandb", "liger_kernel"),
+    *("aiohttp", "datasets", "pyarrow", "tensorboard", "triton", "lm_eval", "wandb"),
     *("nltk", "rouge_score", "sacrebleu", "wonderwords"),
 )
 # Kernels need Triton where they are defined; backend.py, which everybody imports, does not.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from longrecall.ops.borders import sum_of_pieces
+from longrecall.ops.cross_entropy.op import IGNORED, linear_cross_entropy
 
 Items = Tensor | int | None
 """What a sum of cross-entropies is divided by; None = how many labels it has."""
@@ -57,21 +56,18 @@ def next_token_loss(logits: Tensor, labels: Tensor, items: Items = None) -> Tens
 def next_token_loss_of_hidden(hidden: Tensor, weight: Tensor, labels: Tensor, items: Items = None) -> Tensor:
     """The same from hidden states ``[B, T, d]`` and the head's weight ``[vocab, d]``; logits are never all in memory.
 
-    On a GPU with Liger-Kernel installed (extra `gpu`) its fused kernel works through the tokens in chunks. Elsewhere
-    the logits of labelled positions alone are formed.
+    On a GPU a kernel works through the tokens in pieces (`ops.cross_entropy`). Elsewhere the logits of labelled
+    positions alone are formed.
     """
-    targets, states = labels[:, 1:].flatten(), hidden[:, : labels.shape[1] - 1].flatten(0, 1)
-    fused = _fused() if hidden.is_cuda and hidden.dtype != torch.float64 else None
-    if fused is not None:
-        if torch.is_autocast_enabled("cuda"):
-            dtype = torch.get_autocast_dtype("cuda")
-            states, weight = states.to(dtype), weight.to(dtype)
-        total: Tensor = fused(states, weight, targets, reduction="sum", accum_dtype=torch.float32)
-        return mean_loss(total, labels, items)
-    kept = targets != -100
-    predictions = F.linear(states[kept], weight)
-    predictions = predictions if predictions.dtype == torch.float64 else predictions.float()
-    return mean_loss(F.cross_entropy(predictions, targets[kept], reduction="sum"), labels, items)
+    targets, missing = labels[:, 1:], hidden.shape[1] + 1 - labels.shape[1]
+    if missing:
+        # Nothing is predicted by the last token; rows of equal length need no copy of the hidden states.
+        targets = F.pad(targets, (0, missing), value=IGNORED)
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    dtype = hidden.dtype if hidden.dtype == torch.float64 else dtype
+    total = linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), dtype=dtype)
+    return mean_loss(total, labels, items)
 
 
 def mean_loss(total: Tensor, labels: Tensor, items: Items = None) -> Tensor:
@@ -80,11 +76,3 @@ def mean_loss(total: Tensor, labels: Tensor, items: Items = None) -> Tensor:
     if items is None:
         return total / label_count(labels).clamp(min=1)
     return total / (items.to(total.device) if isinstance(items, Tensor) else items)
-
-
-def _fused() -> Any:
-    try:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-    except ImportError:
-        return None
-    return liger_fused_linear_cross_entropy

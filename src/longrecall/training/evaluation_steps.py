@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,7 +48,15 @@ class Training(Protocol):
         """Tokens of one step of all processes."""
 
 
-def evaluate_after(run: Training, trainer: Trainer, clock: Stopwatch, step: int, last: bool, progress: float) -> bool:
+def evaluate_after(
+    run: Training,
+    trainer: Trainer,
+    clock: Stopwatch,
+    step: int,
+    last: bool,
+    progress: float,
+    release: Callable[[], None] = lambda: None,
+) -> bool:
     """Evaluate where it is time to; return whether training has to end. Every process of the run calls this.
 
     Args:
@@ -55,10 +64,12 @@ def evaluate_after(run: Training, trainer: Trainer, clock: Stopwatch, step: int,
         step: done so far; 0 = before the first.
         last: it was the last one.
         progress: of the handover; it says nothing of a model without one.
+        release: gives back memory that steps keep, before anything is measured.
     """
     evaluation = run.evaluation
     if evaluation is None or not evaluation.due(step, last):
         return False
+    release()
     run.watch.check()
     place = run.processes
     with clock.paused():

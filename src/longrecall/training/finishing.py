@@ -20,9 +20,9 @@ from longrecall.training.checkpoints import (
 )
 from longrecall.training.evaluation import described, parted_log
 from longrecall.training.initial_states import Learned
+from longrecall.training.job import Job
 from longrecall.training.logs import RESULT_FILE, write_result
 from longrecall.training.summary import TrainingSummary
-from longrecall.training.trainer import Job
 
 FINAL_FOLDER = "final"
 LEARNED_STATE_FILE = "initial_state.safetensors"

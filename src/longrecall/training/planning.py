@@ -71,7 +71,7 @@ class RunPlan:
         gpus, replicate, shard, context: the mesh.
         tokens_per_step, steps, tokens: of the whole run.
         bytes_per_gpu: kind -> bytes at the peak of a step.
-        whole_logits_bytes: what comes on top where the loss is not fused (Liger-Kernel is not installed).
+        whole_logits_bytes: what comes on top where the loss is not fused (there is no Triton).
         flops_per_token: part -> FLOPs of a trained token, forward, backward and recomputation together.
         flops_per_step, hours: of all GPUs; at `utilisation` of `peak_tflops`.
     """

@@ -193,6 +193,8 @@ class RunRecipe:
     """Recompute activations in the backward pass: less memory, more time."""
     compile: bool = False
     """Run the layers through torch.compile: the first steps take long, the others less; on a CPU it needs g++."""
+    cuda_graphs: bool = True
+    """On a GPU: record the forward and backward pass of a micro-batch once and replay it, where that is possible."""
     seed: int = 0
     """Of everything that is random outside the data."""
     save_every: int = 0

@@ -35,6 +35,7 @@ from longrecall.training.evaluation import described, ended, prepare_evaluation,
 from longrecall.training.evaluation_steps import BEST_FOLDER, clear_best
 from longrecall.training.finishing import FINAL_FOLDER, LEARNED_STATE_FILE, finish
 from longrecall.training.initial_states import make_initial_state, sum_of
+from longrecall.training.job import Job
 from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch
 from longrecall.training.optimizer import freeze_parameters
 from longrecall.training.parallel.agreement import check_same_run, check_shared_folder
@@ -43,7 +44,7 @@ from longrecall.training.parallel.place import Place, make_place, naming_the_dea
 from longrecall.training.parallel.shard import own_rows, shard_model
 from longrecall.training.recipe import Recipe
 from longrecall.training.summary import TrainingSummary, plan, recipe_groups
-from longrecall.training.trainer import Job, RecurrentTrainer, RunCallback
+from longrecall.training.trainer import RecurrentTrainer, RunCallback
 from longrecall.version import __version__
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -238,7 +239,8 @@ def _job(
     if recipe.run.gradient_checkpointing:
         # 5.23 renamed it; 5.17 knows only the old name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable()
+        # No layer draws random numbers, so there is nothing of theirs to keep. To keep it, the host waits for the GPU.
+        enable({"use_reentrant": False, "preserve_rng_state": False})
     first_row = place.data_rank * recipe.run.batch_size
     initial = make_initial_state(recipe.initial_state, model, recipe.run.seed, first_row, sum_of(place.world))
     names = freeze_parameters(model, recipe.optimizer)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,73 +19,24 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from longrecall.layers.handover import Handover
-from longrecall.models.checkpoint import Checkpoint
 from longrecall.models.losses import label_count
-from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.training.captured_passes import CapturedPasses, Inputs, Passed, why_eager
 from longrecall.training.checkpoints import ProcessState, SavedRun, Saver, restore_optimizer
 from longrecall.training.checkpoints.saved_run import CARRIED, SUMS, random_tensors, restore_random
-from longrecall.training.data import Batch, BatchStream
-from longrecall.training.evaluation import TrainingEvaluation
+from longrecall.training.data import Batch
 from longrecall.training.evaluation_steps import evaluate_after
 from longrecall.training.initial_states import InitialState
-from longrecall.training.logs import Bar, RunLog, Stopwatch
-from longrecall.training.optimizer import ParameterGroup, make_optimizer
-from longrecall.training.parallel.place import Place
+from longrecall.training.job import Job
+from longrecall.training.logs import Bar, Stopwatch
+from longrecall.training.optimizer import make_optimizer
 from longrecall.training.parallel.shard import as_sharded, average_replicated, clip_gradients
-from longrecall.training.recipe import Recipe
 from longrecall.training.recipe_states import LearnedRecipe
-from longrecall.training.schedule import handover_progress, rate_factor
+from longrecall.training.schedule import rate_factor
 from longrecall.training.segments import Segments, read_batch
 from longrecall.training.sending import send
-from longrecall.training.watch import FiniteWatch, describe_place
+from longrecall.training.watch import describe_place
 
 LOSS, AUXILIARY = SUMS
-
-
-@dataclass
-class Job:
-    """Everything a training loop works with."""
-
-    recipe: Recipe
-    steps: int
-    output: Path
-    model: RecurrentLM
-    source: Checkpoint
-    """What the run started from: its surgery records and tokenizer files travel on."""
-    tokenizer: Any
-    stream: BatchStream
-    initial: InitialState
-    groups: tuple[ParameterGroup, ...]
-    log: RunLog
-    processes: Place
-    saved: SavedRun | None = None
-    """Where to continue."""
-    evaluation: TrainingEvaluation | None = None
-    show_progress: bool = True
-    watch: FiniteWatch = field(default_factory=FiniteWatch)
-
-    def __post_init__(self) -> None:
-        self.handovers = [module for module in self.model.modules() if isinstance(module, Handover)]
-        if self.saved is not None:
-            self.watch.last_good = str(self.saved.folder)
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one step of all processes."""
-        return self.recipe.tokens_per_step(self.processes.data_world)
-
-    def restore_initial(self, own: ProcessState) -> None:
-        """Put the intervention back to where this process had saved it."""
-        carried = {name.removeprefix(CARRIED): t for name, t in own.tensors.items() if name.startswith(CARRIED)}
-        self.initial.load_state_dict(carried)
-
-    def set_handover(self, step: int) -> float:
-        """Set the handover layers to where they stand in 0-based `step`; return their progress."""
-        progress = handover_progress(step, self.steps, self.recipe.handover)
-        for layer in self.handovers:
-            layer.progress.fill_(progress)
-        return progress
 
 
 class RecurrentTrainer(Trainer):
@@ -114,6 +63,16 @@ class RecurrentTrainer(Trainer):
         """Of them what the layers' own losses are (experts, memories); None for a model whose layers have none."""
         self.gradient_norm: Tensor | None = None
         self._place = ""
+        self._why_eager = why_eager(job, self.args.device)
+        self._passes = CapturedPasses.of(job, self.args.device, self._why_eager is not None)
+        prepare = self.accelerator.prepare_model
+
+        def prepared(*arguments: Any, **options: Any) -> Any:
+            # DDP binds what it does with gradients to the stream that it is made on.
+            with self._passes.on_stream():
+                return prepare(*arguments, **options)
+
+        self.accelerator.prepare_model = prepared
 
     def get_train_dataloader(self) -> DataLoader[Batch]:
         """The process's own stream; Accelerate would shard or move it a second time."""
@@ -173,31 +132,49 @@ class RecurrentTrainer(Trainer):
         batch = {name: send(tensor, self.args.device) for name, tensor in inputs.items()}
         apart = job.recipe.data.reset_documents or job.initial.continues
         segments = Segments.of(starts, batch["input_ids"].shape[1]) if apart else None
-        auxiliary: list[Tensor] = []
+        items = num_items_in_batch.clamp(min=1)
+        self.micro_batches_left -= 1
+        last = self.micro_batches_left == 0
+
+        def work(tensors: Inputs, initial: InitialState) -> Passed:
+            return self._pass(model, tensors, text, initial, segments, last)
+
+        if segments is None and self._why_eager is None:
+            done = self._passes.run(work, batch | {"items": items}, job.initial, text, last)
+        else:
+            with self._passes.on_stream():
+                done = work(batch | {"items": items}, job.initial)
+        job.watch.see("loss", step, self._place, done.mean)
+        shown = done.mean * done.counted
+        self.loss_sum += shown
+        if done.auxiliary is not None:
+            own = done.auxiliary * done.counted
+            self.auxiliary_sum = own + (0.0 if self.auxiliary_sum is None else self.auxiliary_sum)
+        return shown
+
+    def _pass(
+        self,
+        model: nn.Module,
+        tensors: Inputs,
+        text: Tensor,
+        initial: InitialState,
+        segments: Segments | None,
+        last: bool,
+    ) -> Passed:
+        """Forward and backward of a micro-batch, the `last` one of its step or not."""
+        place, auxiliary = self.job.processes, list[Tensor]()
+        ids, labels = tensors["input_ids"], tensors["labels"]
         with self.compute_loss_context_manager():
-            mean = read_batch(
-                model,
-                batch["input_ids"],
-                batch["labels"],
-                text,
-                job.initial,
-                segments,
-                auxiliary.append,
-                job.processes.context,
-            )
-        job.watch.see("loss", step, self._place, mean)
+            mean = read_batch(model, ids, labels, text, initial, segments, auxiliary.append, place.context)
         # The model returns a mean over the labels of this micro-batch; gradients are averaged over all processes. Those
         # of a context group have one loss, each with the gradient of its own piece.
-        share = label_count(batch["labels"]) * job.processes.world / num_items_in_batch.clamp(min=1)
-        loss: Tensor = mean * share
-        self.micro_batches_left -= 1
-        self._backward(loss, last=self.micro_batches_left == 0)
-        counted = share / job.processes.context_world
-        shown: Tensor = mean.detach() * counted
-        self.loss_sum += shown
-        for own in auxiliary:
-            self.auxiliary_sum = own * counted + (0.0 if self.auxiliary_sum is None else self.auxiliary_sum)
-        return shown
+        share = label_count(labels) * place.world / tensors["items"]
+        self._backward(mean * share, last)
+        return Passed(mean.detach(), share / place.context_world, auxiliary[0] if auxiliary else None)
+
+    def release_recordings(self) -> None:
+        """Give back the memory of recorded passes, which the next steps record anew."""
+        self._passes.release()
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         """Add to the gradients; after the `last` micro-batch of a step they are those of all processes."""
@@ -312,7 +289,7 @@ class RunCallback(TrainerCallback):
         last = step >= job.steps
         if step % job.recipe.run.log_every == 0 or last:
             self._log(step, progress)
-        if evaluate_after(job, self.trainer, self._clock, step, last, progress):
+        if evaluate_after(job, self.trainer, self._clock, step, last, progress, self.trainer.release_recordings):
             last = control.should_training_stop = True
         if last and self._logged_step != step:
             self._log(step, progress)
@@ -390,6 +367,7 @@ class RunCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Wait for the last checkpoint; leave the progress bar as it is."""
+        self.trainer.release_recordings()
         self._saver.wait()
         self.close()
 

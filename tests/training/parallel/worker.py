@@ -17,11 +17,12 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 
 from longrecall.errors import RefusedTogether
+from longrecall.training.job import Job
 from longrecall.training.parallel import agreement
 from longrecall.training.parallel.shard import whole
 from longrecall.training.recipe import Recipe
 from longrecall.training.run import run_recipe
-from longrecall.training.trainer import Job, RecurrentTrainer
+from longrecall.training.trainer import RecurrentTrainer
 from tests.processes import on_processes
 
 

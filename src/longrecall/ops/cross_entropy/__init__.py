@@ -1,0 +1,1 @@
+"""The loss of a language model from hidden states, without all logits in memory."""

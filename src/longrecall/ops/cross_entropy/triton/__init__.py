@@ -1,0 +1,1 @@
+"""Triton kernels, imported when one is first used."""

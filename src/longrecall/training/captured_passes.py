@@ -1,0 +1,297 @@
+"""Forward and backward passes of training steps as CUDA graphs: launched at once instead of kernel by kernel.
+
+A step of a model of some hundred million parameters has thousands of launches, and FSDP's and DDP's own work for every
+layer on top. A process that prepares them one by one may take longer than the GPU that executes them. Micro-batches of
+a run have one shape, so a pass is recorded once and replayed: the same kernels with the same arguments, collectives of
+FSDP and DDP among them. Only what is in the recording's inputs changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from longrecall.errors import first_line
+from longrecall.layers.experts import Experts
+from longrecall.layers.mixers.mom import MoM
+from longrecall.layers.recording import record, recording_stream
+from longrecall.models.state import RecurrentState
+from longrecall.training.initial_states import InitialState
+from longrecall.training.initial_states.zero import Zero
+from longrecall.training.job import Job
+
+WARMUPS = 3
+"""Eager passes of a kind before it is recorded: kernels are compiled and libraries choose theirs in them."""
+
+WARMUPS_OF_DDP = 11
+"""With DDP, which lays its buckets anew after the first backward pass and times others: torch asks for so many."""
+
+MOST_KINDS = 4
+"""Recordings at a time: with and without a state, the first micro-batch of a step and the others."""
+
+SHARE_OF_MEMORY = 0.8
+"""Of a GPU that eager passes may take at most: a recording keeps its memory between passes."""
+
+Inputs = dict[str, Tensor]
+Recorder = Callable[[Callable[[], None], Any, Any], tuple[Callable[[], None], Any]]
+"""Takes work without arguments, a stream and a pool of memory; returns what repeats the work, and the pool."""
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a forward and backward pass has found, without gradients of its own.
+
+    Attributes:
+        mean: float32 ``[]``: the loss over the labels of the micro-batch.
+        counted: float32 ``[]``: the share of the loss of the step that they are.
+        auxiliary: float32 ``[]``: what the layers' own losses are of the mean; None = they have none.
+    """
+
+    mean: Tensor
+    counted: Tensor
+    auxiliary: Tensor | None
+
+
+Work = Callable[[Inputs, InitialState], Passed]
+"""Reads a micro-batch from the state that is given, and adds to the gradients of the parameters."""
+
+
+class _Given:
+    """An initial state that is known already; keeps the final one."""
+
+    by_row: ClassVar[bool] = True
+    continues: ClassVar[bool] = False
+
+    def __init__(self, before: RecurrentState | None) -> None:
+        self._before = before
+        self.final: RecurrentState | None = None
+
+    def before_batch(self, text: Tensor, row: Tensor | None = None) -> RecurrentState | None:
+        return self._before
+
+    def after_batch(self, final: RecurrentState) -> None:
+        self.final = final.detach()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        pass
+
+
+@dataclass
+class _Recording:
+    """A recorded pass: the buffers that it reads, what it finds and the gradients that it leaves."""
+
+    replay: Callable[[], None]
+    inputs: Inputs
+    passed: Passed
+    final: RecurrentState
+    gradients: list[tuple[nn.Parameter, Tensor]]
+
+
+def why_eager(job: Job, device: torch.device) -> str | None:
+    """Why the passes of a run are not recorded, in words; None = they are."""
+    run = job.recipe.run
+    if device.type != "cuda":
+        return "there is no GPU"
+    if not run.cuda_graphs:
+        return "run.cuda_graphs is false"
+    if run.precision == "fp16":
+        return "the scale of the loss of fp16 is changed by the host"
+    if run.compile:
+        return "run.compile makes code for shapes as they come"
+    if job.processes.context is not None:
+        return "pieces of a row are handed from rank to rank"
+    if any(isinstance(module, (Experts, MoM)) for module in job.model.modules()):
+        return "the host reads back how many tokens each expert has"
+    return None
+
+
+def _recorded(work: Callable[[], None], stream: Any, pool: Any) -> tuple[Callable[[], None], Any]:
+    graph = record(work, 0, stream, pool=pool)
+    return graph.replay, graph.pool()
+
+
+class CapturedPasses:
+    """Runs passes on a stream of its own: eagerly at first, then by replaying their recording.
+
+    Args:
+        parameters: whose gradients the passes add to. They must not be replaced.
+        stream: of all passes; None = every pass is eager, on the current stream.
+        warmups: eager passes of a kind before it is recorded.
+        alone: whether no other process takes part. A recording that fails is then given up with a warning; where
+            others take part in its collectives it is an error.
+        recorder: to be replaced in tests.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        stream: Any,
+        warmups: int = WARMUPS,
+        alone: bool = True,
+        recorder: Recorder = _recorded,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._stream = stream
+        self._warmups, self._alone, self._recorder = warmups, alone, recorder
+        self._enabled = True
+        self._begun: Counter[Hashable] = Counter()
+        self._recordings: dict[tuple[Any, ...], _Recording] = {}
+        self._pool: Any = None
+
+    @classmethod
+    def of(cls, job: Job, device: torch.device, eager: bool) -> CapturedPasses:
+        """The passes of a run on `device`."""
+        place = job.processes
+        ddp = place.world > 1 and not place.sharded
+        stream = None if eager else recording_stream(device)
+        return cls(job.model.parameters(), stream, WARMUPS_OF_DDP if ddp else WARMUPS, place.world == 1)
+
+    def run(self, work: Work, tensors: Inputs, initial: InitialState, text: Tensor, last: bool) -> Passed:
+        """Return what `work` finds, after which the gradients are what it has made them.
+
+        Args:
+            work: does the same whatever the values of its tensors are, and does not wait for the GPU.
+            tensors: of the micro-batch, on the GPU.
+            initial: chooses the state to start from, and sees the final one.
+            text: bool ``[B]``: the rows of running text.
+            last: it is the last micro-batch of a step, after which gradients are those of all processes.
+        """
+        before = initial.before_batch(text)
+        with self.on_stream():
+            passed, final = self._run(work, tensors, before, last)
+        # Those of a recording lie in its memory, which the next replay overwrites.
+        initial.after_batch(final if isinstance(initial, Zero) else _copied(final))
+        auxiliary = None if passed.auxiliary is None else passed.auxiliary.clone()
+        return Passed(passed.mean.clone(), passed.counted.clone(), auxiliary)
+
+    def _run(
+        self, work: Work, tensors: Inputs, before: RecurrentState | None, last: bool
+    ) -> tuple[Passed, RecurrentState]:
+        inputs = tensors | _tensors_of(before)
+
+        def whole(given: Inputs) -> tuple[Passed, RecurrentState]:
+            state = _Given(None if before is None else _with_tensors(before, given))
+            passed = work({name: given[name] for name in tensors}, state)
+            assert state.final is not None
+            return passed, state.final
+
+        # A first micro-batch writes gradients, later ones add to them.
+        adds = tuple(p.grad is not None for p in self._parameters)
+        look = tuple((name, tuple(x.shape), x.dtype) for name, x in inputs.items())
+        key = (last, None if before is None else before.length, look, any(adds))
+        found = self._recordings.get(key)
+        if found is None and self._may_record(key, adds, inputs):
+            found = self._record(whole, inputs, key)
+        if found is None:
+            return whole(inputs)
+        for name, buffer in found.inputs.items():
+            buffer.copy_(inputs[name], non_blocking=True)
+        found.replay()
+        for parameter, gradient in found.gradients:
+            parameter.grad = gradient
+        return found.passed, found.final
+
+    def _may_record(self, key: Hashable, adds: tuple[bool, ...], inputs: Inputs) -> bool:
+        if not self._enabled or self._stream is None or any(x.requires_grad for x in inputs.values()):
+            return False
+        self._begun[key] += 1
+        if self._begun[key] <= self._warmups or len(self._recordings) >= MOST_KINDS:
+            return False
+        if any(adds) and not self._holds_gradients(adds):
+            return False
+        return _leaves_room(self._stream)
+
+    def _holds_gradients(self, adds: tuple[bool, ...]) -> bool:
+        """Whether the gradients that are there are those that a recorded first micro-batch writes."""
+        first = next((found for key, found in self._recordings.items() if not key[-1]), None)
+        if first is None:
+            return False
+        kept = {id(parameter): gradient for parameter, gradient in first.gradients}
+        return all(p.grad is kept.get(id(p)) for p, there in zip(self._parameters, adds, strict=True) if there)
+
+    def _record(
+        self, work: Callable[[Inputs], tuple[Passed, RecurrentState]], inputs: Inputs, key: tuple[Any, ...]
+    ) -> _Recording | None:
+        before = [p.grad for p in self._parameters]
+        buffers = {name: x.clone() for name, x in inputs.items()}
+        found: list[tuple[Passed, RecurrentState]] = []
+
+        def recorded() -> None:
+            found[:] = [work(buffers)]
+
+        try:
+            replay, self._pool = self._recorder(recorded, self._stream, self._pool)
+        except RuntimeError as error:
+            if not self._alone:
+                raise RuntimeError(
+                    f"a training step could not be recorded as a CUDA graph ({first_line(error)}); "
+                    "set run.cuda_graphs=false"
+                ) from error
+            self._enabled = False
+            for parameter, gradient in zip(self._parameters, before, strict=True):
+                parameter.grad = gradient
+            warnings.warn(
+                f"training steps run without a CUDA graph: recording one failed ({first_line(error)})", stacklevel=2
+            )
+            return None
+        gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        self._recordings[key] = _Recording(replay, buffers, *found[0], gradients)
+        return self._recordings[key]
+
+    def release(self) -> None:
+        """Give back the memory of all recordings, which are made anew when passes go on.
+
+        To be called between steps, when gradients are not needed any more.
+        """
+        self._recordings.clear()
+        self._pool = None
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Enqueue the block's work on the stream of all passes, in order with the current one's before and after it."""
+        if self._stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+
+def _tensors_of(state: RecurrentState | None) -> Inputs:
+    """The tensors of a state, by names that no input of a model has."""
+    if state is None:
+        return {}
+    found = {f"state.{i}.{name}": x for i, layer in enumerate(state.layers) for name, x in layer.items()}
+    found["state.position"] = state.position
+    return found if state.context is None else found | {"state.context": state.context}
+
+
+def _with_tensors(state: RecurrentState, tensors: Mapping[str, Tensor]) -> RecurrentState:
+    """The state with the tensors of `_tensors_of` in the place of its own."""
+    layers = tuple({name: tensors[f"state.{i}.{name}"] for name in layer} for i, layer in enumerate(state.layers))
+    return replace(state, layers=layers, position=tensors["state.position"], context=tensors.get("state.context"))
+
+
+def _copied(state: RecurrentState) -> RecurrentState:
+    context = None if state.context is None else state.context.clone()
+    return replace(state.map(torch.clone), position=state.position.clone(), context=context)
+
+
+def _leaves_room(stream: Any) -> bool:
+    """Whether the eager passes have left enough of the GPU's memory for what runs between recorded ones."""
+    if not isinstance(stream, torch.cuda.Stream):
+        return True
+    total = torch.cuda.get_device_properties(stream.device).total_memory
+    return torch.cuda.max_memory_allocated(stream.device) <= SHARE_OF_MEMORY * total
