@@ -70,7 +70,7 @@ def both_ways(make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatc
             (
                 ZERO,
                 "run.gradient_accumulation=1",
-                "evaluation={every: 6, held_out: {tokens: 96, sources: [{kind: phonebook, pairs: 2}]}}",
+                "evaluation={every: 6, held_out: {tokens: 96, sources: [{kind: phonebook, pairs: [2, 2]}]}}",
             ),
             2,
         ),

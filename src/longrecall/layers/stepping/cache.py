@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longrecall.layers.stepping.step import Buffers, MixerStep, Progress, StatefulMixer, StepSettings
+from longrecall.ops.execution import shapes_are_fixed
 
 Cache = dict[str, Tensor]
 """A layer's state with a column for every token ``[B, S, ...]``; `position` int64 ``[B, S]`` says which token."""
@@ -26,8 +27,11 @@ def appended(state: Cache | None, new: Cache) -> Cache:
 
 
 def trimmed(cache: Cache, newest: Tensor, window: int | None) -> Cache:
-    """Drop the columns that no row's window can reach any more; `newest` ``[B, 1]``: positions of the last tokens."""
-    if window is None:
+    """Drop the columns that no row's window can reach any more; `newest` ``[B, 1]``: positions of the last tokens.
+
+    All stay while a training step is recorded as a graph: how many may go would have to be read back.
+    """
+    if window is None or (torch.is_grad_enabled() and shapes_are_fixed(newest.device)):
         return cache
     oldest = newest + 2 - window
     needed = ((cache["position"] >= oldest) & (cache["position"] != PADDING_POSITION)).any(0)
