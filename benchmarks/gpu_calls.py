@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_calls.py --out benchmarks/results/gpu_calls.json
 
-bfloat16 weights. Of a plain call: the median of CUDA events (`ms`) and of the wall clock from the call until the GPU
-has ended (`wall_ms`); of long texts also the peak of memory beyond what was allocated before. Of `generate()`:
-milliseconds a token by the wall clock, without the prompt (16 tokens) and the first token. "busy host":
-two processes spin on every core meanwhile. ``--tiny`` runs a small model on whatever there is, to test the script.
+bfloat16 weights. The first model has every row, the others the shorter calls. Of a plain call: the median of CUDA
+events (`ms`) and of the wall clock from the call until the GPU has ended (`wall_ms`), and the peak of memory beyond
+what was allocated before. Of `generate()`: milliseconds a token by the wall clock, without the prompt (16 tokens) and
+the first token. "busy host": two processes spin on every core meanwhile. ``--tiny`` runs a small model on whatever
+there is, to test the script.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from longrecall.models.description import read_description
 from longrecall.models.recurrent_lm import RecurrentLM
 
 CONFIGS = Path(__file__).parent.parent / "recipes" / "configs"
+MODELS = ("gated_delta_net_400m", "gla_400m", "gla_1.3b", "mamba2_1.3b", "gated_delta_net_1.5b")
 TINY = {"vocab_size": 90, "hidden_size": 16, "layers": [{"mixer": {"type": "gla", "num_heads": 2, "key_dim": 8}}]}
 TINY["layers"][0]["mixer"]["value_dim"] = 8  # type: ignore[index]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,7 +73,14 @@ def called(model: RecurrentLM, rows: int, length: int, repeats: int, **options: 
         work()
         torch.cuda.synchronize()
         found["peak_gib_beyond"] = (torch.cuda.max_memory_allocated() - before) / 2**30
-    return found | {"tokens_per_second": rows * length / found.get("ms", found["wall_ms"]) * 1e3}
+    milliseconds = found.get("ms", found["wall_ms"])
+    # Two FLOPs for each number of a matrix that a token meets, logits left out.
+    met = sum(x.numel() for x in model.model.layers.parameters())
+    return (
+        found
+        | {"tokens_per_second": rows * length / milliseconds * 1e3}
+        | {"tflops": 2 * met * rows * length / milliseconds / 1e9}
+    )
 
 
 def generated(model: RecurrentLM, batch: int, count: int, **options: Any) -> dict[str, Any]:
@@ -106,8 +115,8 @@ def busy_host() -> Iterator[None]:
             process.wait()
 
 
-def one_model(rows: Rows, name: str, model: RecurrentLM, *, tiny: bool) -> None:
-    """All rows of a model."""
+def one_model(rows: Rows, name: str, model: RecurrentLM, *, whole: bool, tiny: bool) -> None:
+    """The rows of a model, all of them or the shorter calls."""
     short, long, longest, count, large = (64, 200, 2000, 20, 4) if tiny else (4096, 65536, 1 << 20, 512, 256)
 
     def add(what: str, work: Callable[[], dict[str, Any]]) -> None:
@@ -116,6 +125,8 @@ def one_model(rows: Rows, name: str, model: RecurrentLM, *, tiny: bool) -> None:
     add(f"call 1 x {short}, all logits", lambda: called(model, 1, short, 10))
     add(f"call 1 x {short}, last logits", lambda: called(model, 1, short, 10, logits_to_keep=1))
     add(f"call 8 x {short}, last logits", lambda: called(model, 8, short, 5, logits_to_keep=1))
+    if not whole:
+        return
     add(f"call 1 x {long}, last logits", lambda: called(model, 1, long, 3, logits_to_keep=1))
     add(f"call 1 x {longest}, last logits", lambda: called(model, 1, longest, 1, logits_to_keep=1))
     add("generate, batch 1", lambda: generated(model, 1, count))
@@ -133,17 +144,18 @@ def one_model(rows: Rows, name: str, model: RecurrentLM, *, tiny: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="gated_delta_net_400m,gla_400m", help="recipes/configs [%(default)s]")
+    parser.add_argument("--models", default=",".join(MODELS), help="recipes/configs [%(default)s]")
     parser.add_argument("--tiny", action="store_true", help="a small model")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = Rows("gpu_calls", args.out)
-    for name in ["tiny"] if args.tiny else args.models.split(","):
+    names = ["tiny"] if args.tiny else args.models.split(",")
+    for name in names:
         config = RecurrentConfig(**TINY) if args.tiny else read_description(CONFIGS / f"{name}.json")
         with torch.device(DEVICE):
             model = RecurrentLM(config).to(torch.bfloat16).eval()
         with torch.inference_mode():
-            one_model(rows, name, model, tiny=args.tiny)
+            one_model(rows, name, model, whole=name == names[0], tiny=args.tiny)
         del model
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
