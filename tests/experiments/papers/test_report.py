@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from experiments.common import pages
 from experiments.papers import prices, records, report
+from longrecall.surgery.layer_selection import select_layers
+from longrecall.training.recipe import Recipe
 
 ITEMS = {"statex": (12, 6), "headwise": (12, 3), "resona": (11, 5)}
 """Tables and figures of each paper; the fourth one, a public text, has figures without numbers."""
@@ -93,3 +96,32 @@ def test_prices_come_from_the_recorded_speed() -> None:
     assert whole / of_token == 500 * 524_288
     assert prices.price({"runs": ["about 1e6 1e6"]}) == prices.price({"hours": 1}) == prices.SMALL
     assert prices.price({}) == ""
+
+
+def comment(recipe: str) -> str:
+    """The first lines of a recipe, joined."""
+    lines = (pages.ROOT / "recipes" / recipe).read_text(encoding="utf-8").splitlines()
+    return " ".join(line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
+
+
+def test_other_pages_say_of_the_papers_what_the_papers_say() -> None:
+    """Five sentences had said more: whose settings, what starts anew, how many layers, which protocol, what is frozen."""
+    own = comment("gpu_bf16.yaml")
+    assert "StateX's settings" not in own and "recipes/papers" in own
+    ours, theirs = (
+        Recipe.load(pages.ROOT / "recipes" / path) for path in ("gpu_bf16.yaml", "papers/statex_gla_1.3b.yaml")
+    )
+    assert ours.data.context_length != theirs.data.context_length and ours.initial_state != theirs.initial_state
+    pages_of = {name: (pages.ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/surgery.md")}
+    # Section 4.4 of StateX: exactly four layers.
+    assert [len(select_layers(f"every:{step}", 48)) for step in (6, 12)] == [8, 4]
+    readme = " ".join(pages_of["README.md"].split())
+    assert "Of 48 layers it takes 8, where StateX takes 4 (`every:12`)" in readme
+    # Appendix A.4: A and dt_bias of Mamba-2 too.
+    assert "--set statex=true" in pages_of["docs/surgery.md"] and "the papers' own" not in pages_of["docs/surgery.md"]
+    assert "--layers every:12 --init reinit --set statex=true" in comment("papers/statex_mamba2_1.3b.yaml")
+    sweep = comment("sweeps/mqar_table11.yaml")
+    assert not sweep.split(". ")[2].startswith("Protocol of") and "RWKV-5" in sweep and "RMSNorm" in sweep
+    # Nothing in RESONA says that its encoders are random and frozen.
+    hard = next(line for line in (pages.DOCS / "retrieval.md").read_text().splitlines() if "| `hard` |" in line)
+    assert "algorithm 2" in hard and "does not say" in hard
