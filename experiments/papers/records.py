@@ -12,6 +12,7 @@ import json
 import math
 import re
 import statistics
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,8 @@ from longrecall.models.outline import open_outline
 
 BENCHMARKS = ROOT / "benchmarks" / "results"
 CONFIGS = ROOT / "recipes" / "configs"
+WIDTH = 128
+"""Characters of a line of a page."""
 CALL = re.compile(r"\{(\w+): ([^{}]*)\}")
 LAYERS = {"gla": "layer gla of the 1.3B model", "mamba2": "layer mamba2 of the 1.3B model, N 128 and 512"}
 """Rows of gpu_layers.json, each with a plain and a larger state."""
@@ -40,6 +43,14 @@ PEER = "gated_delta_rule, decay head, 8x4096 8/8 x (128, 128): forward and backw
 def filled(text: str) -> str:
     """The text with every call in braces replaced by its number; an unknown name is an error."""
     return CALL.sub(lambda found: NUMBERS[found[1]](*(word.strip() for word in found[2].split(","))), text)
+
+
+def wrapped(text: str, bullet: bool = False) -> str:
+    """The same in lines of the width of a page."""
+    lead = "- " if bullet else ""
+    return textwrap.fill(
+        lead + filled(text), WIDTH, subsequent_indent=" " * len(lead), break_long_words=False, break_on_hyphens=False
+    )
 
 
 def with_half(values: tuple[float, float], digits: int = 3, signed: bool = True) -> str:

@@ -1,5 +1,7 @@
 """Write docs/papers.md and docs/papers/: every table and figure of four papers, what it claims, what is known here.
 
+It also writes the first lines of the other pages of evidence.
+
 Usage: python -m experiments.papers.report            writes the pages anew
        python -m experiments.papers.report --check    changes nothing; exit code 1 when a page is out of date
 
@@ -12,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,21 +24,22 @@ import yaml
 from experiments.common import pages
 from experiments.common.pages import ROOT, table
 from experiments.papers.prices import price, utilisation
-from experiments.papers.records import filled
+from experiments.papers.records import filled, wrapped
 
 INDEX = "papers.md"
 PAPERS = ("statex", "length", "headwise", "resona")
 PLACES = """BOOKS, OTHER_BOOKS and the folders: [experiments/README.md](../../experiments/README.md). CKPT is a
 checkpoint, MISTRAL a folder with that tokenizer, DESCRIPTION.json a model's description."""
 """What the words in capitals in the commands stand for."""
+SHOWN = re.compile(r"(<!-- shown -->\n).*?(<!-- end of shown -->)", re.DOTALL)
+"""What a page of evidence says first, between its markers."""
 LONGEST_CELL = 200
-WIDTH = 128
 Paper = dict[str, Any]
 
 
 @functools.cache
 def paper(name: str) -> Paper:
-    """The file of claims of one paper."""
+    """The file of claims of one paper, or another file of words."""
     found: Paper = yaml.safe_load((Path(__file__).parent / f"{name}.yaml").read_text(encoding="utf-8"))
     return found
 
@@ -91,20 +93,16 @@ def checked(made: str) -> str:
     return made
 
 
-def wrapped(text: str, bullet: bool = False) -> str:
-    """Lines of the width of a page."""
-    lead = "- " if bullet else ""
-    return textwrap.fill(lead + filled(text), WIDTH, subsequent_indent=" " * len(lead), break_long_words=False)
-
-
 def paper_page(name: str) -> str:
     """The page of one paper."""
-    claims = paper(name)
+    claims, figure = paper(name), paper(name)["figure"]
     commands = [f"### {title}\n\n```sh\n{text}```" for title, text in claims["commands"].items()]
     parts = [
         f"# {claims['title']}",
         "\n".join(wrapped(text, bullet=True) for text in claims["short"]),
         wrapped(f"{claims['about']} ± is a 95% interval over seeds. Verdicts and prices: [papers.md](../{INDEX})."),
+        f"![{figure['shows']}](../figures/{figure['file']})",
+        f"*{figure['caption']}*",
         f"## Tables and figures\n\n{claims_table(claims).rstrip()}",
         f"## What would settle the rest\n\n{open_table(claims).rstrip()}",
         f"## Commands\n\n{PLACES}",
@@ -144,9 +142,19 @@ def index_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def evidence_page(name: str, text: str) -> str:
+    """A page of evidence with its first lines made anew; the tables below them are its own report's."""
+    page = (pages.DOCS / name).read_text(encoding="utf-8")
+    fresh, count = SHOWN.subn(lambda found: f"{found[1]}{wrapped(text)}\n{found[2]}", page)
+    if count != 1:
+        raise ValueError(f"{name}: one place for what is shown, not {count}")
+    return fresh
+
+
 def made() -> dict[str, str]:
     """Every page by its path in docs."""
-    return {INDEX: index_page(), **{f"papers/{paper(name)['page']}": paper_page(name) for name in PAPERS}}
+    found = {INDEX: index_page(), **{f"papers/{paper(name)['page']}": paper_page(name) for name in PAPERS}}
+    return found | {name: evidence_page(name, text) for name, text in paper("pages").items()}
 
 
 def main() -> None:
