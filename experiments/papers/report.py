@@ -23,7 +23,7 @@ import yaml
 
 from experiments.common import pages
 from experiments.common.pages import ROOT, table
-from experiments.papers.prices import price, utilisation
+from experiments.papers.prices import SMALL, price, utilisation
 from experiments.papers.records import filled, wrapped
 
 INDEX = "papers.md"
@@ -121,6 +121,17 @@ def counts_table(verdicts: Iterable[str]) -> str:
     return table(["paper", "tables and figures", *verdicts], lines, texts=1)
 
 
+def cheap_lines() -> str:
+    """The claims of each paper that under an hour and no real weights would settle."""
+    lines = []
+    for name in PAPERS:
+        entries = [entry for entry in paper(name)["entries"] if "open" in entry and entry["weights"].startswith("no")]
+        items = [entry["item"] for entry in entries if price(entry) == SMALL]
+        if items:
+            lines.append(f"- {paper(name)['name']}: {', '.join(items)}.")
+    return "\n".join(lines)
+
+
 def index_page() -> str:
     """The page that leads to the four."""
     words = paper("index")
@@ -137,6 +148,7 @@ def index_page() -> str:
         f"## Verdicts\n\n{meanings}",
         wrapped(words["about"]),
         f"## Prices\n\n{wrapped(words['prices'].format(utilisation=f'{utilisation():.0%}'))}",
+        f"{wrapped(words['cheap'])}\n\n{cheap_lines()}",
         wrapped(words["made"]),
     ]
     return "\n\n".join(parts) + "\n"
