@@ -22,7 +22,12 @@ from longrecall.tasks.suites import SUITES
 from longrecall.training.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*/README.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "papers").glob("*.md")),
+    *sorted(ROOT.glob("*/README.md")),
+]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 
 

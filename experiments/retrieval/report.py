@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 
 from experiments.common import pages
 from experiments.common.pages import NOT_RUN, number, read, share, table, until_then
@@ -267,5 +268,12 @@ def tables() -> dict[str, str]:
     }
 
 
+def draw(folder: Path) -> None:
+    """The figure of the page."""
+    from experiments.retrieval.figures import draw
+
+    draw(folder)
+
+
 if __name__ == "__main__":
-    pages.write_page(__doc__, PAGE, tables)
+    pages.write_page(__doc__, PAGE, tables, draw)

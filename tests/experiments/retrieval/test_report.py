@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -309,3 +310,11 @@ def test_the_report_reads_both_files(tmp_path: Path) -> None:
     assert main(["report", *paths, "-o", str(tmp_path / "r.html")]) == 0
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "base_conv+R2" in page and "Multi-query associative recall" in page
+
+
+def test_the_figure_stands_on_the_page_and_names_every_mixer(tmp_path: Path) -> None:
+    report.draw(tmp_path)
+    drawn = [path.name for path in tmp_path.iterdir()]
+    assert drawn == re.findall(r"\(figures/(.*?)\)", (pages.DOCS / report.PAGE).read_text(encoding="utf-8"))
+    text = (tmp_path / drawn[0]).read_text(encoding="utf-8")
+    assert all(mixer in text for mixer in cells.MIXERS)

@@ -36,8 +36,8 @@ class RetrievalConfig(MixerConfig):
     top_k: int = 4
     """k, chunks that a token reads; all of them where there are fewer."""
     selector: str = "weighted"
-    """`weighted`: a chunk's score is a logit of its tokens too, so that the encoders learn; `hard` (the paper's): it
-    only selects, and the encoders stay as they are."""
+    """`weighted`: a chunk's score is a logit of its tokens too, so that the encoders learn; `hard` (the paper's
+    algorithm 2): it only selects, and the encoders stay as they are."""
     encoder_dim: int = 64
     """E, width of the chunk vectors."""
     num_heads: int = 8

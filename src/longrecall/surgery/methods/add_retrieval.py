@@ -55,7 +55,7 @@ OPTIONS = (
         str,
         RetrievalConfig.selector,
         SUPPORTED,
-        "way to choose chunks: weighted trains the encoders, hard (the paper's) leaves them as they start",
+        "way to choose chunks: weighted trains the encoders, hard (the paper's algorithm 2) leaves them as they start",
         choices=SELECTORS,
         flag="--selector",
         letter="S",
