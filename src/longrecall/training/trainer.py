@@ -26,12 +26,14 @@ from longrecall.models.checkpoint import Checkpoint
 from longrecall.models.losses import label_count
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.training.checkpoints import ProcessState, SavedRun, Saver, restore_optimizer
-from longrecall.training.checkpoints.saved_run import CARRIED, SUMS, random_tensors, restore_random
+from longrecall.training.checkpoints.saved_run import CARRIED, random_tensors, restore_random
 from longrecall.training.data import Batch, BatchStream
 from longrecall.training.evaluation import TrainingEvaluation
 from longrecall.training.evaluation_steps import evaluate_after
 from longrecall.training.initial_states import InitialState
+from longrecall.training.leash import Leash
 from longrecall.training.logs import Bar, RunLog, Stopwatch
+from longrecall.training.loss_sums import LossSums
 from longrecall.training.optimizer import ParameterGroup, make_optimizer
 from longrecall.training.parallel.place import Place
 from longrecall.training.parallel.shard import as_sharded, average_replicated, clip_gradients
@@ -41,8 +43,6 @@ from longrecall.training.schedule import handover_progress, rate_factor
 from longrecall.training.segments import Segments, read_batch
 from longrecall.training.sending import send
 from longrecall.training.watch import FiniteWatch, describe_place
-
-LOSS, AUXILIARY = SUMS
 
 
 @dataclass
@@ -64,6 +64,7 @@ class Job:
     saved: SavedRun | None = None
     """Where to continue."""
     evaluation: TrainingEvaluation | None = None
+    leash: Leash | None = None
     show_progress: bool = True
     watch: FiniteWatch = field(default_factory=FiniteWatch)
 
@@ -108,10 +109,7 @@ class RecurrentTrainer(Trainer):
             self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
         self.micro_batches_left = 0
         """Of the step that is running."""
-        self.loss_sum = torch.zeros(())
-        """Sum of the losses of the steps since the last log line."""
-        self.auxiliary_sum: Tensor | None = None
-        """Of them what the layers' own losses are (experts, memories); None for a model whose layers have none."""
+        self.sums = LossSums()
         self.gradient_norm: Tensor | None = None
         self._place = ""
 
@@ -166,14 +164,15 @@ class RecurrentTrainer(Trainer):
         job = self.job
         if not model.training:
             model.train()
+        leash = None if job.leash is None else job.leash.of_batch(inputs)
         origin = inputs.pop("origin")
         step = self.state.global_step + 1
         text, starts = inputs.pop("text"), inputs.pop("starts")
         self._place = describe_place(origin, inputs.pop("first"), job.processes.data_rank)
-        batch = {name: send(tensor, self.args.device) for name, tensor in inputs.items()}
+        batch = {name: send(inputs[name], self.args.device) for name in ("input_ids", "labels")}
         apart = job.recipe.data.reset_documents or job.initial.continues
         segments = Segments.of(starts, batch["input_ids"].shape[1]) if apart else None
-        auxiliary: list[Tensor] = []
+        parts: dict[str, Tensor] = {}
         with self.compute_loss_context_manager():
             mean = read_batch(
                 model,
@@ -182,8 +181,9 @@ class RecurrentTrainer(Trainer):
                 text,
                 job.initial,
                 segments,
-                auxiliary.append,
+                parts,
                 job.processes.context,
+                leash,
             )
         job.watch.see("loss", step, self._place, mean)
         # The model returns a mean over the labels of this micro-batch; gradients are averaged over all processes. Those
@@ -193,10 +193,8 @@ class RecurrentTrainer(Trainer):
         self.micro_batches_left -= 1
         self._backward(loss, last=self.micro_batches_left == 0)
         counted = share / job.processes.context_world
+        self.sums.add(counted, loss=mean, **parts)
         shown: Tensor = mean.detach() * counted
-        self.loss_sum += shown
-        for own in auxiliary:
-            self.auxiliary_sum = own * counted + (0.0 if self.auxiliary_sum is None else self.auxiliary_sum)
         return shown
 
     def _backward(self, loss: Tensor, last: bool) -> None:
@@ -267,7 +265,6 @@ class RunCallback(TrainerCallback):
     ) -> None:
         """Continue from the saved run, if there is one."""
         job, trainer = self._job, self.trainer
-        trainer.loss_sum = trainer.loss_sum.to(args.device)
         if job.saved is not None:
             state.global_step = job.saved.step
             self._restore(job.saved)
@@ -290,9 +287,7 @@ class RunCallback(TrainerCallback):
         if trainer.accelerator.scaler is not None and saved.state["scaler"]:
             trainer.accelerator.scaler.load_state_dict(saved.state["scaler"])
         job.restore_initial(own)
-        trainer.loss_sum = own.tensors[LOSS].to(trainer.loss_sum.device)
-        if AUXILIARY in own.tensors:
-            trainer.auxiliary_sum = own.tensors[AUXILIARY].to(trainer.loss_sum.device)
+        trainer.sums.restore(own.tensors, trainer.args.device)
         self._logged_step = int(own.data["logged_step"])
         restore_random(own.tensors)
 
@@ -323,11 +318,8 @@ class RunCallback(TrainerCallback):
         job, trainer = self._job, self.trainer
         job.watch.check()
         self._saver.settle(self._mean_of)
-        since = step - self._logged_step
-        loss = self._mean_of(trainer.loss_sum) / since
-        auxiliary = None if trainer.auxiliary_sum is None else self._mean_of(trainer.auxiliary_sum) / since
-        trainer.loss_sum.zero_()
-        trainer.auxiliary_sum = None if trainer.auxiliary_sum is None else torch.zeros_like(trainer.auxiliary_sum)
+        losses = trainer.sums.take(step - self._logged_step, self._mean_of)
+        loss = losses.pop("loss")
         self._logged_step = step
         factor = rate_factor(step - 1, job.steps, job.recipe.optimizer)
         row = {
@@ -342,8 +334,7 @@ class RunCallback(TrainerCallback):
         }
         if isinstance(job.recipe.initial_state, LearnedRecipe):
             row["initial_state_learning_rate"] = factor * job.recipe.initial_state.learning_rate
-        if auxiliary is not None:
-            row["auxiliary_loss"] = auxiliary
+        row |= losses
         if job.handovers:
             row["handover"] = progress
         if job.processes.first:
@@ -378,8 +369,7 @@ class RunCallback(TrainerCallback):
             {
                 **random_tensors(),
                 **{CARRIED + name: tensor for name, tensor in job.initial.state_dict().items()},
-                LOSS: trainer.loss_sum,
-                **({} if trainer.auxiliary_sum is None else {AUXILIARY: trainer.auxiliary_sum}),
+                **trainer.sums.state(),
             },
             {"position": job.stream.position(), "logged_step": self._logged_step},
         )
