@@ -126,6 +126,24 @@ def test_what_is_held(make_recipe: Make, teacher: Path) -> None:
         assert parts["leash_loss"].item() == pytest.approx(by_hand(recipe, teacher, batch, expected), rel=1e-5)
 
 
+def test_the_leash_in_the_place_of_the_loss(make_recipe: Make, teacher: Path) -> None:
+    """Text is held alone, phone books have their loss; the mean is over the labels of both."""
+    said = "sources: [text], weight: 3"
+    recipe, instead = (make_recipe(f"leash={{{s}}}", "run.batch_size=6") for s in (said, f"{said}, instead: true"))
+    batch = first_batch(recipe)
+    labels, text = batch["labels"], batch["text"]
+    _, parts, loss = pulled(instead, teacher, batch)
+    _, usual, _ = pulled(recipe, teacher, batch)
+    assert parts == usual
+    tasks = load(recipe.model.checkpoint)(batch["input_ids"], labels=labels.masked_fill(text[:, None], -100)).loss
+    counts = [(labels[rows][:, 1:] != -100).sum() for rows in (~text, slice(None))]
+    torch.testing.assert_close(loss, tasks * counts[0] / counts[1] + parts["leash_loss"])
+    # A batch that has no other loss.
+    nothing = make_recipe("leash={sources: [all], instead: true}", "run.batch_size=6")
+    _, parts, loss = pulled(nothing, teacher, batch)
+    assert loss.item() == parts["leash_loss"].item() and loss.requires_grad
+
+
 def test_documents_apart_and_batches_without_rows(make_recipe: Make, teacher: Path) -> None:
     recipe = make_recipe(
         "leash={sources: [text], weight: 2, hidden: 1}", "data.reset_documents=true", "run.batch_size=6"

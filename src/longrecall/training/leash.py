@@ -180,6 +180,13 @@ class LeashedBatch:
     leash: Leash
     held: Tensor
 
+    def left(self, labels: Tensor) -> Tensor:
+        """Return the labels ``[B, T]`` that have a loss beside the leash: all, or with `instead` the others."""
+        if not self.leash.recipe.instead:
+            return labels
+        predicted = torch.cat([torch.zeros_like(self.held[:, :1]), self.held[:, :-1]], 1)
+        return labels.masked_fill(send(predicted, labels.device), -100)
+
     def pull(self, out: RecurrentOutput, read: Mapping[str, Tensor], context: ContextGroup | None) -> Tensor:
         """Return what the leash adds to the summed loss of the batch, float32 ``[]``.
 

@@ -29,6 +29,8 @@ class LeashRecipe:
     """Sequences that it holds for: all, text (running text), tasks, a kind of source, or the number of a source."""
     tokens: str = "all"
     """Of these sequences: all, or labelled: only those that the loss counts."""
+    instead: bool = False
+    """These tokens have no other loss: their labels are left out, though they still count in the mean."""
     length: Annotated[int, parse_length] | None = None
     """Only the first so many tokens of a sequence; none = the whole of it."""
     temperature: float = 1.0

@@ -138,6 +138,7 @@ def read_batch(
             The loss is that of the whole rows, its gradient that of this process's part. None = rows are whole.
         leash: keeps the model close to a teacher, which reads the batch from the state before any text.
     """
+    count, labels = label_count(labels), labels if leash is None else leash.left(labels)
     arguments = {"input_ids": input_ids, "labels": labels} if segments is None else segments.inputs(input_ids, labels)
     if segments is None:
         before = initial.before_batch(text)
@@ -154,10 +155,11 @@ def read_batch(
     initial.after_batch(segments.ends(final) if segments is not None and initial.by_row else final)
     added: dict[str, Tensor] = {}
     if pulled is not None:
-        added["leash_loss"] = pulled / label_count(labels).clamp(min=1)
+        added["leash_loss"] = pulled / count.clamp(min=1)
     if out.auxiliary_loss is not None:
         added["auxiliary_loss"] = out.auxiliary_loss
     if parts is not None:
         parts.update({name: part.detach() for name, part in added.items()})
-    loss: Tensor = out.loss
+    # A mean over all labels, also those that a leash has taken the place of.
+    loss: Tensor = out.loss if leash is None else out.loss * (label_count(labels) / count.clamp(min=1))
     return sum(added.values(), loss)
