@@ -205,6 +205,9 @@ def test_the_teacher_of_a_surgery(
     with pytest.raises(UserError, match="base has changed since the surgery that started from it"):
         train(recipe, force=True)
     assert (tmp_path / "out" / "final").exists()
+    base.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="started from it, so it is the teacher: say in"):
+        run_recipe(recipe, dry_run=True)
 
 
 def test_what_is_refused(make_recipe: Make, teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,14 @@ def find_teacher(recipe: Recipe, source: Checkpoint, tokenizer: Any) -> tuple[Re
     if leash is None:
         return recipe, None
     place = leash.teacher or teacher_of(source.surgery)
-    teacher = open_checkpoint(place)
+    try:
+        teacher = open_checkpoint(place)
+    except UserError as error:
+        if leash.teacher is not None:
+            raise
+        raise UserError(
+            f"{error}; surgery started from it, so it is the teacher: say in leash.teacher where it is"
+        ) from None
     own, other = source.config, teacher.config
     if own.vocab_size != other.vocab_size:
         raise UserError(
