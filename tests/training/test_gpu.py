@@ -36,3 +36,15 @@ def test_training_on_a_gpu_learns_and_resumes(make_recipe: Callable[..., Recipe]
     assert again[:20] == losses[:20]
     # Sums on a GPU have no fixed order; ten steps of AdamW let that grow to the third digit under fp16.
     assert again[20:] == pytest.approx(losses[20:], rel=5e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_leash_on_a_gpu(make_recipe: Callable[..., Recipe], base: Path, precision: str) -> None:
+    """The model pulls itself by rounding alone, until it has moved."""
+    leash = f"leash={{teacher: {base}, sources: [all], hidden: 0.1}}"
+    recipe = make_recipe(leash, "run.steps=8", f"run.precision={precision}", "initial_state={kind: zero}")
+    run_recipe(recipe, show_progress=False)
+    lines = (Path(recipe.run.output) / "log.jsonl").read_text().splitlines()
+    pulls = [json.loads(line)["leash_loss"] for line in lines]
+    # With gradients and without, kernels may round otherwise: squares of a rounding of 2^-8 at the most.
+    assert abs(pulls[0]) < 1e-4 < pulls[-1]

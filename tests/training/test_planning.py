@@ -87,6 +87,26 @@ def test_what_is_frozen_costs_no_moments_and_less_work() -> None:
     assert 0.6 < sum(state.flops_per_token.values()) / sum(found.flops_per_token.values()) < 0.7
 
 
+def test_a_leash_costs_a_teacher_that_reads() -> None:
+    leash = f"leash={{teacher: {CONFIG}}}"
+    plain, held, half = plan(), plan(leash), plan(leash, "leash.length=2k", "leash.dtype=bfloat16")
+    assert (
+        held.bytes_per_gpu["teacher's weights"] == 4 * plain.parameters == 2 * half.bytes_per_gpu["teacher's weights"]
+    )
+    sharded = plan(leash, "parallel.shard=8", gpus=8)
+    assert sharded.bytes_per_gpu["teacher's weights"] < 2 * plain.parameters  # an eighth, the head and one layer
+    assert {kind: held.bytes_per_gpu[kind] for kind in plain.bytes_per_gpu} == plain.bytes_per_gpu
+    # A third of the passes through the layers, and both heads: forward twice, twice backward.
+    head = 2 * 32000 * 1024
+    third = sum(count for part, count in plain.flops_per_token.items() if part != "head") // 3
+    assert held.flops_per_token["leash"] == third + 4 * head
+    assert half.flops_per_token["leash"] == third + 2 * head
+    # The teacher reads the rows that are held alone.
+    sources = "data.sources=[{kind: text, path: x}, {kind: passkey, weight: 3}]"
+    assert plan(leash, sources).flops_per_token["leash"] * 4 == held.flops_per_token["leash"]
+    assert held.flops_per_step - plain.flops_per_step == held.flops_per_token["leash"] * held.tokens_per_step
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes/papers").glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_of_papers_fit_on_eight_gpus(path: Path) -> None:
     """Those that name the description of their model: half a million tokens a step, and the memory of an H200."""

@@ -51,12 +51,12 @@ class Passed:
     Attributes:
         mean: float32 ``[]``: the loss over the labels of the micro-batch.
         counted: float32 ``[]``: the share of the loss of the step that they are.
-        auxiliary: float32 ``[]``: what the layers' own losses are of the mean; None = they have none.
+        parts: name -> float32 ``[]``: what the mean has beside the loss of the labels.
     """
 
     mean: Tensor
     counted: Tensor
-    auxiliary: Tensor | None
+    parts: dict[str, Tensor]
 
 
 Work = Callable[[Inputs, InitialState], Passed]
@@ -108,6 +108,8 @@ def why_eager(job: Job, device: torch.device) -> str | None:
         return "the scale of the loss of fp16 is changed by the host"
     if run.compile:
         return "run.compile makes code for shapes as they come"
+    if job.leash is not None:
+        return "a leash holds other tokens in every batch"
     if job.processes.context is not None:
         return "pieces of a row are handed from rank to rank"
     if any(isinstance(module, (Experts, MoM)) for module in job.model.modules()):
@@ -171,8 +173,8 @@ class CapturedPasses:
             passed, final = self._run(work, tensors, before, last)
         # Those of a recording lie in its memory, which the next replay overwrites.
         initial.after_batch(final if isinstance(initial, Zero) else _copied(final))
-        auxiliary = None if passed.auxiliary is None else passed.auxiliary.clone()
-        return Passed(passed.mean.clone(), passed.counted.clone(), auxiliary)
+        parts = {name: part.clone() for name, part in passed.parts.items()}
+        return Passed(passed.mean.clone(), passed.counted.clone(), parts)
 
     def _run(
         self, work: Work, tensors: Inputs, before: RecurrentState | None, last: bool

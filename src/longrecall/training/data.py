@@ -27,7 +27,8 @@ POSITION_FORMAT = 2
 
 Batch = dict[str, Any]
 """`input_ids`, `labels` int64 ``[B, T]``; `text` bool ``[B]``: running text, not a task; `starts`: for each row the
-columns where documents start; `origin`: where each row is from; `first`: number of its first sequence in the run."""
+columns where documents start; `source`: for each row its number in the recipe; `origin`: where each row is from;
+`first`: number of its first sequence in the run."""
 
 
 class Row(NamedTuple):
@@ -39,6 +40,8 @@ class Row(NamedTuple):
     labels: Ints | None
     """None: the ids themselves."""
     starts: tuple[int, ...]
+    source: int
+    """Its number in the recipe."""
     origin: str
     lane: tuple[int, int] | None
     """Source and lane that it was read from, None for a task."""
@@ -153,13 +156,15 @@ class BatchStream(IterableDataset[Batch]):
         source = self._sources[number]
         if isinstance(source, TaskSource):
             made = source.sequence(batch * self._rows + place)
-            return Row(row, made.input_ids, made.labels, made.starts, made.origin, None, [])
+            return Row(row, made.input_ids, made.labels, made.starts, number, made.origin, None, [])
         lane = source.lane_of(place if self._owners is None else self._owners[place][1], batch)
         try:
             read: TokenSequence = source.next_of(lane)
         except UserError as error:
             raise UserError(f"data.sources.{number}: {error}") from None
-        return Row(row, read.input_ids, None, read.starts, read.origin, (number, lane), source.position_of(lane))
+        return Row(
+            row, read.input_ids, None, read.starts, number, read.origin, (number, lane), source.position_of(lane)
+        )
 
     def _give(self, rows: Sequence[Row]) -> Batch:
         """Return the batch of all its rows, and stand behind it."""
@@ -172,6 +177,7 @@ class BatchStream(IterableDataset[Batch]):
             "labels": torch.from_numpy(np.stack([row.ids if row.labels is None else row.labels for row in rows])),
             "text": torch.tensor([row.lane is not None for row in rows]),
             "starts": [row.starts for row in rows],
+            "source": [row.source for row in rows],
             "origin": [row.origin for row in rows],
             "first": first,
         }

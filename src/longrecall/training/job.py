@@ -14,6 +14,7 @@ from longrecall.training.checkpoints.saved_run import CARRIED
 from longrecall.training.data import BatchStream
 from longrecall.training.evaluation import TrainingEvaluation
 from longrecall.training.initial_states import InitialState
+from longrecall.training.leash import Leash
 from longrecall.training.logs import RunLog
 from longrecall.training.optimizer import ParameterGroup
 from longrecall.training.parallel.place import Place
@@ -41,6 +42,7 @@ class Job:
     saved: SavedRun | None = None
     """Where to continue."""
     evaluation: TrainingEvaluation | None = None
+    leash: Leash | None = None
     show_progress: bool = True
     watch: FiniteWatch = field(default_factory=FiniteWatch)
 

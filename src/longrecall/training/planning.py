@@ -15,9 +15,11 @@ from longrecall.errors import UserError
 from longrecall.files import expand_home
 from longrecall.layers.descriptions.base import MixerConfig
 from longrecall.layers.descriptions.mlp import MLPConfig
+from longrecall.models.distillation import NUMBERS
 from longrecall.models.outline import open_outline
 from longrecall.models.sizes import LayerConfig, ModelSizes
 from longrecall.training.initial_states import learned_shapes
+from longrecall.training.leash import teacher_of
 from longrecall.training.optimizer import trained_names
 from longrecall.training.parallel.place import replicas
 from longrecall.training.recipe import Recipe
@@ -29,7 +31,7 @@ H200_TFLOPS = {"bf16": 989.0, "fp16": 989.0, "fp32": 67.0}
 """Dense peak of an NVIDIA H200 (its data sheet) in the type that run.precision multiplies in."""
 UTILISATION = 0.4
 """Share of the peak that a run reaches, where nothing is known of it."""
-_BYTES = {"float32": 4, "bfloat16": 2}
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BACK = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 """Ends of the names of matrices that give back to the residual stream, which is counted by itself."""
 _CHUNK = 64
@@ -153,12 +155,16 @@ def plan_run(recipe: Recipe, hardware: Hardware) -> RunPlan:
     replicate = replicas(mesh, hardware.gpus)
     readers = hardware.gpus // mesh.context
     flops = _flops(recipe, config, shapes, trained)
+    held = _bytes(recipe, config, shapes, trained, copies=replicate if replicate == hardware.gpus else 1)
+    if recipe.leash is not None:
+        teacher = open_outline(recipe.leash.teacher or teacher_of(outline.surgery)).plain
+        flops["leash"] = _leash_flops(recipe, config, teacher, trained)
+        held |= _leash_bytes(recipe, config, teacher)
     per_step = recipe.tokens_per_step(readers)
     steps = recipe.steps(readers)
     flops_per_step = per_step * sum(flops.values())
     peak = hardware.peak_tflops or H200_TFLOPS[_computed(recipe)]
     seconds = flops_per_step * steps / (hardware.gpus * peak * 1e12 * hardware.utilisation)
-    whole = replicate == hardware.gpus
     return RunPlan(
         model=recipe.model.checkpoint,
         parameters=_numbers(shapes),
@@ -171,7 +177,7 @@ def plan_run(recipe: Recipe, hardware: Hardware) -> RunPlan:
         tokens_per_step=per_step,
         steps=steps,
         tokens=per_step * steps,
-        bytes_per_gpu=_bytes(recipe, config, shapes, trained, copies=replicate if whole else 1),
+        bytes_per_gpu=held,
         whole_logits_bytes=_tokens(recipe) * config.vocab_size * (8 + _width(recipe)),
         flops_per_token=flops,
         flops_per_step=flops_per_step,
@@ -296,19 +302,65 @@ def _flops(recipe: Recipe, config: ModelSizes, shapes: dict[str, tuple[int, ...]
         share = _numbers({n: s for n, s in shapes.items() if n.startswith(own) and n in trained}) / max(
             1, _numbers({n: s for n, s in shapes.items() if n.startswith(own)})
         )
-        size = 2 * sum(
-            math.prod(shape)
-            for _, part in layer.parts()
-            for shape in part.active_tensor_shapes(hidden).values()
-            if len(shape) >= 2
-        )
-        matrices += size * (1 + again + inputs + share)
+        matrices += _products(layer, hidden) * (1 + again + inputs + share)
         walks = 1 + again + 2 * inputs
         recurrence += walks * sum(_recurrence(part) for _, part in layer.parts())
         attention += walks * sum(_attention(part, recipe.data.context_length) for _, part in layer.parts())
-    head = 2 * config.vocab_size * hidden * (2 + ("lm_head.weight" in trained or config.tie_word_embeddings))
+    head = 2 * config.vocab_size * hidden * _head_products(config, trained)
     found = {"matrices of the layers": matrices, "recurrences": recurrence, "attention": attention, "head": head}
     return {part: round(count) for part, count in found.items() if count}
+
+
+def _products(layer: LayerConfig, hidden: int) -> int:
+    """Return the FLOPs of a token that goes through the matrices of a layer once."""
+    shapes = [shape for _, part in layer.parts() for shape in part.active_tensor_shapes(hidden).values()]
+    return 2 * sum(math.prod(shape) for shape in shapes if len(shape) >= 2)
+
+
+def _head_products(config: ModelSizes, trained: set[str]) -> int:
+    """How often a token meets the head: forward, its own gradient, and the head's where that is trained."""
+    return 2 + ("lm_head.weight" in trained or config.tie_word_embeddings)
+
+
+def _leash_flops(recipe: Recipe, config: ModelSizes, teacher: ModelSizes, trained: set[str]) -> int:
+    """Return the FLOPs of a trained token for the leash: the teacher reads, and both heads predict once more.
+
+    Rows that are not held are not read, except where documents are packed side by side.
+    """
+    assert recipe.leash is not None
+    sources, length = recipe.data.sources, recipe.data.context_length
+    chosen = recipe.leash.chosen(sources)
+    weights = [source.weight for source in sources]
+    share = sum(weight for weight, own in zip(weights, chosen, strict=True) if own) / sum(weights)
+    parts = [part for layer in teacher.layer_configs() for _, part in layer.parts()]
+    read = sum(_products(layer, teacher.hidden_size) for layer in teacher.layer_configs())
+    read += sum(_recurrence(part) for part in parts)
+    attention = sum(_attention(part, length) for part in parts)
+    packed = recipe.data.reset_documents or recipe.continues
+    compared = share * min(length, recipe.leash.length or length) / length * bool(recipe.leash.weight)
+    heads = teacher.hidden_size + config.hidden_size * _head_products(config, trained)
+    return round((read + attention) * (1 if packed else share) + 2 * config.vocab_size * heads * compared)
+
+
+def _leash_bytes(recipe: Recipe, config: ModelSizes, teacher: ModelSizes) -> dict[str, int]:
+    """Return kind -> bytes of one GPU for the leash, at most: every row is held."""
+    assert recipe.leash is not None
+    pieces, tokens = recipe.parallel.shard * recipe.parallel.context, _tokens(recipe)
+    own, layers = _BYTES[recipe.leash.dtype or recipe.model.dtype], teacher.layer_configs()
+    shapes = {name: shape for name, shape in teacher.tensor_shapes().items() if not name.endswith(BUFFERS)}
+    weights = own * _numbers(shapes) // pieces
+    if pieces > 1:
+        # As the model's own, but without gradients: two layers, and the rest all the time.
+        rest = _numbers({name: shape for name, shape in shapes.items() if not name.startswith("model.layers.")})
+        weights += own * rest + 2 * _width(recipe) * max(_layer_numbers(layer, teacher.hidden_size) for layer in layers)
+    stream = tokens * config.hidden_size * _BYTES[recipe.model.dtype]
+    # Every stream of the model (inputs of layers that are computed again are there anyway), and of the teacher where
+    # they are compared; what both heads read, and its gradient; the head's gradient; five times some logits in float32.
+    compared = stream * (0 if recipe.run.gradient_checkpointing else len(config.layer_configs()))
+    compared += tokens * own * teacher.hidden_size * (len(layers) if recipe.leash.hidden else 0)
+    compared += 3 * stream + 4 * config.vocab_size * config.hidden_size
+    compared += 5 * 4 * min(NUMBERS, tokens * config.vocab_size)
+    return {"teacher's weights": weights, "leash": compared}
 
 
 def _recurrence(part: MixerConfig) -> int:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from longrecall.errors import UserError
 from longrecall.training.recipe_evaluation import EvaluationRecipe
+from longrecall.training.recipe_leash import LeashRecipe
 from longrecall.training.recipe_sources import SOURCES, AnySource
 from longrecall.training.recipe_states import (
     INITIAL_STATES,
@@ -259,6 +260,7 @@ class Recipe:
     optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
     initial_state: Annotated[AnyInitialState, Tagged(INITIAL_STATES)] = field(default_factory=ZeroState)
     handover: HandoverRecipe = field(default_factory=HandoverRecipe)
+    leash: LeashRecipe | None = None
     evaluation: EvaluationRecipe | None = None
     parallel: ParallelRecipe = field(default_factory=ParallelRecipe)
 
@@ -274,6 +276,8 @@ class Recipe:
                 "evaluation.tasks start from the zero state, which initial_state.kind=learned does not train; use "
                 "evaluation.held_out"
             )
+        if self.leash is not None:
+            self.leash.chosen(self.data.sources)
         if self.run.compile and (self.data.reset_documents or self.continues):
             raise UserError(
                 "run.compile makes code for one shape of a batch, and documents that are kept apart (reset_documents, "

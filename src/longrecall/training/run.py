@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from longrecall.training.evaluation_steps import BEST_FOLDER, clear_best
 from longrecall.training.finishing import FINAL_FOLDER, LEARNED_STATE_FILE, finish
 from longrecall.training.initial_states import make_initial_state, sum_of
 from longrecall.training.job import Job
+from longrecall.training.leash import Leash, find_teacher, teacher_digest
 from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch
 from longrecall.training.optimizer import freeze_parameters
 from longrecall.training.parallel.agreement import check_same_run, check_shared_folder
@@ -81,6 +83,7 @@ def run_recipe(
         if dry_run:
             recipe = launched(recipe, world_size(), said)
             source, tokenizer = _source(recipe, output)
+            recipe, _ = find_teacher(recipe, source, tokenizer)
             # Alone it stands for as many processes as the recipe asks for.
             world = world_size() if world_size() > 1 else recipe.parallel.least()
             readers = replicas(recipe.parallel, world) * recipe.parallel.shard
@@ -114,6 +117,11 @@ def _run_together(
     check_same_run(place, recipe.to_dict(), resume=resume, force=force, version=__version__)
     with place.together():
         source, tokenizer = _source(recipe, output)
+        recipe, teacher = find_teacher(recipe, source, tokenizer)
+        # Of a large model this takes minutes: one process reads the files.
+        digest = teacher_digest(recipe, teacher, source.surgery) if teacher is not None and place.first else None
+    if recipe.leash is not None:
+        recipe = replace(recipe, leash=replace(recipe.leash, sha256=place.gather(digest)[0]))
     with _claimed(output, resume, force, source.path, place):
         check_shared_folder(place, output)
         with place.together():
@@ -132,7 +140,9 @@ def _run_together(
             summary = plan(recipe, source, place.world, stream, output / FINAL_FOLDER, dry_run=False)
             evaluation = prepare_evaluation(recipe, tokenizer)
         with place.together():
-            job = _job(recipe, arguments, output, source, tokenizer, stream, place, saved, show_progress, force)
+            job = _job(
+                recipe, arguments, output, source, teacher, tokenizer, stream, place, saved, show_progress, force
+            )
         job.evaluation = resumed(evaluation, saved.state if saved is not None else {})
         clock = Stopwatch()
         if saved is None or not ended(saved.state, saved.step, job.steps):
@@ -226,6 +236,7 @@ def _job(
     arguments: TrainingArguments,
     output: Path,
     source: Checkpoint,
+    teacher: Checkpoint | None,
     tokenizer: Any,
     stream: BatchStream,
     place: Place,
@@ -245,6 +256,7 @@ def _job(
     initial = make_initial_state(recipe.initial_state, model, recipe.run.seed, first_row, sum_of(place.world))
     names = freeze_parameters(model, recipe.optimizer)
     groups = recipe_groups(recipe, source, names)
+    leash = _leash(recipe, teacher, model, place, arguments.device)
     if force and place.first:
         _remove_run(output)  # here at last: all that can be wrong with the new run has been checked
     return Job(
@@ -260,6 +272,7 @@ def _job(
         log=RunLog(output / LOG_FILE, saved.step if saved is not None else 0, place.first),
         processes=place,
         saved=saved,
+        leash=leash,
         show_progress=show_progress,
     )
 
@@ -271,6 +284,16 @@ def _model(recipe: Recipe, weights: Checkpoint, place: Place, device: torch.devi
         return materialise(weights, dtype, device)
     shard = partial(shard_model, place=place, precision=recipe.run.precision)
     return materialise_sharded(weights, dtype, device, shard, own_rows, place.shard * place.context_world)
+
+
+def _leash(
+    recipe: Recipe, teacher: Checkpoint | None, model: RecurrentLM, place: Place, device: torch.device
+) -> Leash | None:
+    """The recipe's leash with its teacher in memory, sharded as the model is; None without one."""
+    if teacher is None or recipe.leash is None:
+        return None
+    own = replace(recipe, model=replace(recipe.model, dtype=recipe.leash.dtype or recipe.model.dtype))
+    return Leash(recipe, _model(own, teacher, place, device), model, place.sharded)
 
 
 def _train(job: Job, arguments: TrainingArguments) -> None:

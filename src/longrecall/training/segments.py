@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,10 +11,12 @@ from torch import Tensor, nn
 
 from longrecall.context import ContextGroup, context_parallel
 from longrecall.layers.mixers.base import LayerState
+from longrecall.models.losses import label_count
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 from longrecall.training.initial_states import InitialState
 from longrecall.training.initial_states.base import keep_rows, without_rows
+from longrecall.training.leash import LeashedBatch
 from longrecall.training.sending import send
 
 
@@ -118,20 +121,24 @@ def read_batch(
     text: Tensor,
     initial: InitialState,
     segments: Segments | None = None,
-    see_auxiliary: Callable[[Tensor], None] | None = None,
+    parts: dict[str, Tensor] | None = None,
     context: ContextGroup | None = None,
+    leash: LeashedBatch | None = None,
 ) -> Tensor:
     """Read a batch from the states that `initial` chooses and show `initial` where it ended; return the mean loss.
 
-    Losses of the layers (the balance of experts and memories) are in it; `see_auxiliary` is told their sum.
+    Losses of the layers (the balance of experts and memories) are in it, and what a leash adds.
 
     Args:
         input_ids, labels: int64 ``[B, T]`` on the model's device.
         text: bool ``[B]``: the rows of running text.
         segments: the documents to keep apart; None = every row is read as one text.
+        parts: gets what the loss has beside that of the labels: `auxiliary_loss` of layers, `leash_loss`.
         context: the processes that share the rows, all of which call this with the same ones; each reads its piece.
             The loss is that of the whole rows, its gradient that of this process's part. None = rows are whole.
+        leash: keeps the model close to a teacher, which reads the batch from the state before any text.
     """
+    count, labels = label_count(labels), labels if leash is None else leash.left(labels)
     arguments = {"input_ids": input_ids, "labels": labels} if segments is None else segments.inputs(input_ids, labels)
     if segments is None:
         before = initial.before_batch(text)
@@ -140,17 +147,19 @@ def read_batch(
         before = None if before is None else segments.spread(before, initial.continues, _beginning(model))
     else:
         before = initial.before_batch(text[segments.row], segments.row)
-    if context is None:
-        out = model(**arguments, past_key_values=before, loss_only=True)
-    else:
-        with context_parallel(context):
-            out = model(**_piece(arguments, context), past_key_values=before, loss_only=True)
+    read = arguments if context is None else _piece(arguments, context)
+    with nullcontext() if context is None else context_parallel(context):
+        out = model(**read, past_key_values=before, loss_only=True, output_hidden_states=leash is not None)
+        pulled = None if leash is None else leash.pull(out, read, context)
     final: RecurrentState = out.past_key_values
     initial.after_batch(segments.ends(final) if segments is not None and initial.by_row else final)
-    loss: Tensor = out.loss
-    if out.auxiliary_loss is None:
-        return loss
-    if see_auxiliary is not None:
-        see_auxiliary(out.auxiliary_loss.detach())
-    total: Tensor = loss + out.auxiliary_loss
-    return total
+    added: dict[str, Tensor] = {}
+    if pulled is not None:
+        added["leash_loss"] = pulled / count.clamp(min=1)
+    if out.auxiliary_loss is not None:
+        added["auxiliary_loss"] = out.auxiliary_loss
+    if parts is not None:
+        parts.update({name: part.detach() for name, part in added.items()})
+    # A mean over all labels, also those that a leash has taken the place of.
+    loss: Tensor = out.loss if leash is None else out.loss * (label_count(labels) / count.clamp(min=1))
+    return sum(added.values(), loss)

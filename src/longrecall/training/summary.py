@@ -59,6 +59,8 @@ class TrainingSummary:
     """The file of a learned initial state."""
     evaluation: str | None = None
     """What is measured while the model trains, in words."""
+    leash: str | None = None
+    """What keeps the model close to a teacher, in words."""
     best: dict[str, Any] | None = None
     """The best value so far of the metric that the evaluation goes by: `metric`, `value`, `step`."""
     stopped_early: bool = False
@@ -80,6 +82,7 @@ class TrainingSummary:
             f"output           {self.checkpoint}",
             *([f"initial state    {self.initial_state}"] if self.initial_state else []),
             *([f"evaluation       {self.evaluation}"] if self.evaluation else []),
+            *([f"leash            {self.leash}"] if self.leash else []),
             "",
         ]
         groups = [*self.groups, *([self.frozen] if self.frozen else [])]
@@ -131,6 +134,7 @@ def plan(
         frozen=_group(ParameterGroup("frozen", still, 0.0, 0.0), every) if still else None,
         batch_shapes={name: tuple(batch[name].shape) for name in ("input_ids", "labels")},
         labels_in_batch=int((batch["labels"][:, 1:] != -100).sum()),
+        leash=None if recipe.leash is None else recipe.leash.in_words(),
     )
 
 

@@ -22,12 +22,14 @@ from transformers.trainer_callback import PrinterCallback
 from longrecall.models.losses import label_count
 from longrecall.training.captured_passes import CapturedPasses, Inputs, Passed, why_eager
 from longrecall.training.checkpoints import ProcessState, SavedRun, Saver, restore_optimizer
-from longrecall.training.checkpoints.saved_run import CARRIED, SUMS, random_tensors, restore_random
+from longrecall.training.checkpoints.saved_run import CARRIED, random_tensors, restore_random
 from longrecall.training.data import Batch
 from longrecall.training.evaluation_steps import evaluate_after
 from longrecall.training.initial_states import InitialState
 from longrecall.training.job import Job
+from longrecall.training.leash import LeashedBatch
 from longrecall.training.logs import Bar, Stopwatch
+from longrecall.training.loss_sums import LossSums
 from longrecall.training.optimizer import make_optimizer
 from longrecall.training.parallel.shard import as_sharded, average_replicated, clip_gradients
 from longrecall.training.recipe_states import LearnedRecipe
@@ -35,8 +37,6 @@ from longrecall.training.schedule import rate_factor
 from longrecall.training.segments import Segments, read_batch
 from longrecall.training.sending import send
 from longrecall.training.watch import describe_place
-
-LOSS, AUXILIARY = SUMS
 
 
 class RecurrentTrainer(Trainer):
@@ -57,10 +57,7 @@ class RecurrentTrainer(Trainer):
             self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
         self.micro_batches_left = 0
         """Of the step that is running."""
-        self.loss_sum = torch.zeros(())
-        """Sum of the losses of the steps since the last log line."""
-        self.auxiliary_sum: Tensor | None = None
-        """Of them what the layers' own losses are (experts, memories); None for a model whose layers have none."""
+        self.sums = LossSums()
         self.gradient_norm: Tensor | None = None
         self._place = ""
         self._why_eager = why_eager(job, self.args.device)
@@ -125,11 +122,12 @@ class RecurrentTrainer(Trainer):
         job = self.job
         if not model.training:
             model.train()
+        leash = None if job.leash is None else job.leash.of_batch(inputs)
         origin = inputs.pop("origin")
         step = self.state.global_step + 1
         text, starts = inputs.pop("text"), inputs.pop("starts")
         self._place = describe_place(origin, inputs.pop("first"), job.processes.data_rank)
-        batch = {name: send(tensor, self.args.device) for name, tensor in inputs.items()}
+        batch = {name: send(inputs[name], self.args.device) for name in ("input_ids", "labels")}
         apart = job.recipe.data.reset_documents or job.initial.continues
         segments = Segments.of(starts, batch["input_ids"].shape[1]) if apart else None
         items = num_items_in_batch.clamp(min=1)
@@ -137,7 +135,7 @@ class RecurrentTrainer(Trainer):
         last = self.micro_batches_left == 0
 
         def work(tensors: Inputs, initial: InitialState) -> Passed:
-            return self._pass(model, tensors, text, initial, segments, last)
+            return self._pass(model, tensors, text, initial, segments, leash, last)
 
         if segments is None and self._why_eager is None:
             done = self._passes.run(work, batch | {"items": items}, job.initial, text, last)
@@ -145,11 +143,8 @@ class RecurrentTrainer(Trainer):
             with self._passes.on_stream():
                 done = work(batch | {"items": items}, job.initial)
         job.watch.see("loss", step, self._place, done.mean)
-        shown = done.mean * done.counted
-        self.loss_sum += shown
-        if done.auxiliary is not None:
-            own = done.auxiliary * done.counted
-            self.auxiliary_sum = own + (0.0 if self.auxiliary_sum is None else self.auxiliary_sum)
+        self.sums.add(done.counted, loss=done.mean, **done.parts)
+        shown: Tensor = done.mean * done.counted
         return shown
 
     def _pass(
@@ -159,18 +154,19 @@ class RecurrentTrainer(Trainer):
         text: Tensor,
         initial: InitialState,
         segments: Segments | None,
+        leash: LeashedBatch | None,
         last: bool,
     ) -> Passed:
         """Forward and backward of a micro-batch, the `last` one of its step or not."""
-        place, auxiliary = self.job.processes, list[Tensor]()
+        place, parts = self.job.processes, dict[str, Tensor]()
         ids, labels = tensors["input_ids"], tensors["labels"]
         with self.compute_loss_context_manager():
-            mean = read_batch(model, ids, labels, text, initial, segments, auxiliary.append, place.context)
+            mean = read_batch(model, ids, labels, text, initial, segments, parts, place.context, leash)
         # The model returns a mean over the labels of this micro-batch; gradients are averaged over all processes. Those
         # of a context group have one loss, each with the gradient of its own piece.
         share = label_count(labels) * place.world / tensors["items"]
         self._backward(mean * share, last)
-        return Passed(mean.detach(), share / place.context_world, auxiliary[0] if auxiliary else None)
+        return Passed(mean.detach(), share / place.context_world, parts)
 
     def release_recordings(self) -> None:
         """Give back the memory of recorded passes, which the next steps record anew."""
@@ -244,7 +240,6 @@ class RunCallback(TrainerCallback):
     ) -> None:
         """Continue from the saved run, if there is one."""
         job, trainer = self._job, self.trainer
-        trainer.loss_sum = trainer.loss_sum.to(args.device)
         if job.saved is not None:
             state.global_step = job.saved.step
             self._restore(job.saved)
@@ -267,9 +262,7 @@ class RunCallback(TrainerCallback):
         if trainer.accelerator.scaler is not None and saved.state["scaler"]:
             trainer.accelerator.scaler.load_state_dict(saved.state["scaler"])
         job.restore_initial(own)
-        trainer.loss_sum = own.tensors[LOSS].to(trainer.loss_sum.device)
-        if AUXILIARY in own.tensors:
-            trainer.auxiliary_sum = own.tensors[AUXILIARY].to(trainer.loss_sum.device)
+        trainer.sums.restore(own.tensors, trainer.args.device)
         self._logged_step = int(own.data["logged_step"])
         restore_random(own.tensors)
 
@@ -300,11 +293,8 @@ class RunCallback(TrainerCallback):
         job, trainer = self._job, self.trainer
         job.watch.check()
         self._saver.settle(self._mean_of)
-        since = step - self._logged_step
-        loss = self._mean_of(trainer.loss_sum) / since
-        auxiliary = None if trainer.auxiliary_sum is None else self._mean_of(trainer.auxiliary_sum) / since
-        trainer.loss_sum.zero_()
-        trainer.auxiliary_sum = None if trainer.auxiliary_sum is None else torch.zeros_like(trainer.auxiliary_sum)
+        losses = trainer.sums.take(step - self._logged_step, self._mean_of)
+        loss = losses.pop("loss")
         self._logged_step = step
         factor = rate_factor(step - 1, job.steps, job.recipe.optimizer)
         row = {
@@ -319,8 +309,7 @@ class RunCallback(TrainerCallback):
         }
         if isinstance(job.recipe.initial_state, LearnedRecipe):
             row["initial_state_learning_rate"] = factor * job.recipe.initial_state.learning_rate
-        if auxiliary is not None:
-            row["auxiliary_loss"] = auxiliary
+        row |= losses
         if job.handovers:
             row["handover"] = progress
         if job.processes.first:
@@ -355,8 +344,7 @@ class RunCallback(TrainerCallback):
             {
                 **random_tensors(),
                 **{CARRIED + name: tensor for name, tensor in job.initial.state_dict().items()},
-                LOSS: trainer.loss_sum,
-                **({} if trainer.auxiliary_sum is None else {AUXILIARY: trainer.auxiliary_sum}),
+                **trainer.sums.state(),
             },
             {"position": job.stream.position(), "logged_step": self._logged_step},
         )

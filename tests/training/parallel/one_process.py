@@ -13,6 +13,7 @@ from longrecall.models.byte_tokenizer import byte_tokenizer
 from longrecall.models.checkpoint import open_checkpoint
 from longrecall.training.data import BatchStream
 from longrecall.training.initial_states import make_initial_state
+from longrecall.training.leash import Leash
 from longrecall.training.optimizer import make_optimizer
 from longrecall.training.recipe import Recipe
 from longrecall.training.schedule import handover_progress, rate_factor
@@ -33,6 +34,9 @@ def train(recipe: Recipe, world: int) -> Trained:
     """Train as `world` data ranks would."""
     source = open_checkpoint(recipe.model.checkpoint)
     model = longrecall.load(recipe.model.checkpoint, dtype="float32").train()
+    leash = None
+    if recipe.leash is not None:
+        leash = Leash(recipe, longrecall.load(str(recipe.leash.teacher)), model, sharded=False)
     one = recipe.initial_state.kind == "learned"
     made = [
         make_initial_state(recipe.initial_state, model, recipe.run.seed, rank * recipe.run.batch_size)
@@ -57,7 +61,9 @@ def train(recipe: Recipe, world: int) -> Trained:
             for _ in range(recipe.run.gradient_accumulation):
                 batch = stream.next_batch()
                 segments = Segments.of(batch["starts"], recipe.data.context_length) if recipe.continues else None
-                mean = read_batch(model, batch["input_ids"], batch["labels"], batch["text"], state, segments)
+                held = None if leash is None else leash.of_batch(batch)
+                rows = (batch["input_ids"], batch["labels"], batch["text"])
+                mean = read_batch(model, *rows, state, segments, leash=held)
                 count = int((batch["labels"][:, 1:] != -100).sum())
                 total, labels = total + mean * count, labels + count
         (total / labels).backward()

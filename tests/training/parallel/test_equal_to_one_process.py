@@ -24,13 +24,14 @@ from tests.training.conftest import tiny_model
 from tests.training.parallel import one_process, worker
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "copies": (2, {"initial_state": {"kind": "truncated_bptt"}}),
+    "copies": (2, {"initial_state": {"kind": "truncated_bptt"}, "leash": {"length": 9, "top_k": 5}}),
     "shards": (
         2,
         {
             "parallel": {"shard": 2},
             "initial_state": {"kind": "learned", "freeze": False},
             "run": {"gradient_checkpointing": True},
+            "leash": {"hidden": 0.5},
         },
     ),
     "pieces": (
@@ -39,6 +40,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
             "parallel": {"context": 2},
             "initial_state": {"kind": "truncated_bptt"},
             "run": {"gradient_accumulation": 1},
+            "leash": {"length": 20},
         },
     ),
     "both": (4, {"parallel": {"replicate": 2, "shard": 2}}),
@@ -93,6 +95,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_equal_to_one_process(tmp_path: Path, text: Path) -> None:
     base = tmp_path / "base"
     save(tiny_model(), base, byte_tokenizer(), [{"method": "m", "touched": ["model.layers.1.mixer.k_proj.weight"]}])
+    save(tiny_model(seed=1), tmp_path / "teacher", byte_tokenizer())
+    for _, case in CASES.values():
+        case.get("leash", {})["teacher"] = str(tmp_path / "teacher")
     recipes = {name: write_case(tmp_path / name, base, text, *case) for name, case in CASES.items()}
     for name, (case, _) in REFUSED.items():
         write_case(tmp_path / name, base, text, 2, case)

@@ -22,6 +22,7 @@ from longrecall.models.formats.pieces import SHARDS_INDEX, Piece, Stored, Stored
 from longrecall.models.formats.shards import reason_of
 from longrecall.training.data import join_positions
 from longrecall.training.initial_states import is_of_rows
+from longrecall.training.loss_sums import SUMS
 from longrecall.training.recipe import Recipe
 
 STEPS_FOLDER = "steps"
@@ -31,15 +32,13 @@ OPTIMIZER = "optimizer/"
 """How the names of the optimizer's tensors begin where they lie among others."""
 CARRIED = "initial_state."
 """How the names of an intervention's tensors begin in the file of a process."""
-SUMS = ("loss_sum", "auxiliary_sum")
-"""Of the steps since the last log line, of one process; the log says their mean over the processes."""
 _NAME = re.compile(r"step-(\d{8})")
 _PARTIAL = re.compile(r"\.+step-\d{8}\.partial.*")
 """Folders of a checkpoint that is being written: of the `Saver`, and of the writer of its weights."""
 
 FREE_TO_CHANGE = (
     "run.output", "run.save_every", "run.keep", "run.log_every", "run.threads", "run.report_to", "model.checkpoint",
-    "run.compile", "data.workers", "parallel.replicate", "parallel.shard", "parallel.context",
+    "run.compile", "data.workers", "leash.teacher", "parallel.replicate", "parallel.shard", "parallel.context",
 )  # fmt: skip
 """Keys of a recipe that may differ on resume: they change no number beyond the order of float sums."""
 
@@ -139,7 +138,7 @@ class SavedRun:
             places = [own.data["position"], *(other.data["position"] for other in others)]
             if all("covers" in place for place in places):  # else an older version's, which the stream refuses
                 own.data["position"] = join_positions(places)
-            for name in own.tensors.keys() & set(SUMS):
+            for name in own.tensors.keys() & set(SUMS.values()):
                 both = [own.tensors[name], *(other.tensors[name] for other in others)]
                 own.tensors[name] = torch.stack(both).double().mean(0).to(own.tensors[name].dtype)
         rows = self.rows // processes.data_world
