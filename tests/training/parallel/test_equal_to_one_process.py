@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests import warm
 from tests.conftest import MIXERS
 from tests.layers import test_shared_block
 from tests.models.test_memory_tokens import MODELS
-from tests.training.conftest import tiny_model
+from tests.training.conftest import GLA, tiny_model
 from tests.training.parallel import one_process, worker
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -75,8 +76,8 @@ def write_case(folder: Path, base: Path, text: Path, world: int, case: dict[str,
     return Recipe.from_dict(recipe)
 
 
-def run_worker(*folders: Path) -> None:
-    done = warm.run(worker.main, *map(str, folders))
+def run_worker(*folders: Path, main: Callable[..., None] = worker.main) -> None:
+    done = warm.run(main, *map(str, folders))
     assert done.returncode == 0, done.stderr[-12000:]
 
 
@@ -131,6 +132,18 @@ def test_other_models_and_mixtures(tmp_path: Path, text: Path) -> None:
     run_worker(*(tmp_path / name for name in MORE))
     for name, (world, _) in MORE.items():
         compare(tmp_path / name, one_process.train(recipes[name], world // recipes[name].parallel.context), name)
+
+
+@pytest.mark.slow
+def test_compiled_layers(tmp_path: Path, text: Path) -> None:
+    """Every layer is traced: the weights are gathered around what is compiled, once with a state and once without."""
+    save(tiny_model(GLA, GLA), tmp_path / "base", byte_tokenizer())
+    case = {"parallel": {"shard": 2}, "run": {"compile": True, "gradient_accumulation": 1}}
+    recipe = write_case(tmp_path / "compiled", tmp_path / "base", text, 2, case)
+    run_worker(tmp_path / "compiled", main=worker.compiled)
+    compare(tmp_path / "compiled", one_process.train(recipe, 2), "compiled")
+    for rank in range(2):
+        assert len((tmp_path / "compiled" / f"compiled-{rank}").read_text()) >= 2
 
 
 def compare(folder: Path, expected: one_process.Trained, name: str) -> None:
