@@ -50,7 +50,11 @@ def start(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     # An entry for the working folder alone would be looked up in another one.
     paths = [os.path.abspath(path) for path in sys.path if path]
     # Accelerate does not tell several processes that its config file wants CPUs.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     return subprocess.run(
         [sys.executable, *words],
         cwd=folder,
