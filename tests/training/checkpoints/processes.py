@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from longrecall.cli import main as cli
+from longrecall.training import evaluation_steps
 from longrecall.training import run as training_run
 from longrecall.training.checkpoints import saver, shards
 from longrecall.training.parallel import agreement
@@ -30,7 +31,7 @@ PATIENCE = 120.0
 """Seconds after which processes that are still there have hung."""
 
 
-def die(*_: Any) -> None:
+def die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -72,6 +73,8 @@ TROUBLE: dict[str, Callable[[int], None]] = {
     "shard": lambda number: before(shards, "save_file", number, half_a_file),
     "publish": lambda number: before(saver.Saver, "_publish", number, die),
     "full": lambda number: before(saver.Saver, "_copy", number, no_space),
+    "best": lambda number: before(evaluation_steps, "write_model_in_shards", number, no_space),
+    "kill best": lambda number: before(evaluation_steps, "write_final", number, die),
 }
 
 
