@@ -81,11 +81,14 @@ def run_worker(*folders: Path, main: Callable[..., None] = worker.main) -> None:
     assert done.returncode == 0, done.stderr[-12000:]
 
 
+OWN_TEXT = {"context_length": 32, "sources": [{"kind": "text", "path": "own.txt"}]}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "divides": ({"parallel": {"shard": 3}}, "shard 3 x context 1 = 3, which does not divide the 2 processes; start a"),
     "counts": ({"parallel": {"replicate": 2, "shard": 2}}, "= 4 processes, but there are 2; start 4, or leave"),
     "differs": ({}, "optimizer.learning_rate is 0.5 in process 1 and 0.001 in process 0; start all of them with the"),
     "apart": ({}, "run.output out of process 1 .* is not the folder that process 0 writes to: give a path on"),
+    "older": ({"model": {"checkpoint": "own"}}, r"model.checkpoint model.safetensors of process 1 is not that of proc"),
+    "shorter": ({"data": OWN_TEXT}, r"data.sources.0 of process 1 is not that of process 0: give a path on a file"),
     "missing": ({"model": {"checkpoint": "nowhere"}}, "nowhere"),
 }
 """Name -> what the recipe says beside the usual, and a part of the line that all processes stop with."""
@@ -101,6 +104,13 @@ def test_equal_to_one_process(tmp_path: Path, text: Path) -> None:
     other["optimizer"]["learning_rate"] = 0.5
     (tmp_path / "differs" / "r-1.yaml").write_text(yaml.safe_dump(other))
     (tmp_path / "apart" / "rank-1").mkdir()
+    # The disk of each machine has the files, and one of them others: the output alone is shared.
+    for name in ("older", "shorter"):
+        for seed, place in enumerate((tmp_path / name, tmp_path / name / "rank-1")):
+            place.mkdir(exist_ok=True)
+            save(tiny_model(seed=seed), place / "own", byte_tokenizer())
+            (place / "own.txt").write_text(text.read_text()[seed * 400 :])
+        (tmp_path / name / "rank-1" / "out").symlink_to(tmp_path / name / "out")
     run_worker(*(tmp_path / name for name in (*REFUSED, *CASES)))
     for name, (world, _) in CASES.items():
         compare(tmp_path / name, one_process.train(recipes[name], world // recipes[name].parallel.context), name)
