@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from longrecall.errors import UserError
 from longrecall.models.checkpoint import Checkpoint, open_checkpoint, save
-from longrecall.models.loading import load, materialise, parse_dtype
+from longrecall.models.config import RecurrentConfig
+from longrecall.models.loading import load, materialise, parse_dtype, start_of_text
+from longrecall.models.recurrent_layer import RecurrentLayer
+from longrecall.models.recurrent_lm import RecurrentLM
 from tests.models.checkpoints import (
     HANDOVER,
     config_of,
@@ -18,6 +23,7 @@ from tests.models.checkpoints import (
     model_of,
     write,
 )
+from tests.models.test_memory_tokens import MEMORY, MODELS
 
 
 @pytest.mark.parametrize(
@@ -79,3 +85,29 @@ def test_open_checkpoint_can_be_loaded_without_opening_again(tmp_path: Path) -> 
     found = open_checkpoint(tmp_path / "out")
     assert isinstance(found, Checkpoint)
     assert materialise(found).fingerprint() == model.fingerprint()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_memory_tokens_are_read_layer_by_layer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they leave is what the whole model computes; embeddings, norm and head are not read at all."""
+    torch.manual_seed(0)
+    config = RecurrentConfig(vocab_size=258, hidden_size=20, layers=MODELS[name], memory_tokens=MEMORY)
+    save(RecurrentLM(config), tmp_path / "model")
+    expected = load(tmp_path / "model").zero_state(1)
+    read, met = [], []
+    original = Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", lambda self, key: read.append(key) or original(self, key))
+
+    def look(module: nn.Module, *_: Any) -> None:
+        if isinstance(module, RecurrentLayer):
+            assert all(parameter.is_meta for other in met for parameter in other.parameters())
+            met.append(module)
+
+    with register_module_forward_pre_hook(look):
+        found = start_of_text(open_checkpoint(tmp_path / "model"))
+    for one, other in zip(found.layers, expected.layers, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    assert (found.position, found.length) == (expected.position, expected.length)
+    assert len(met) == len(config.layers)
+    wanted = [key for key in config.tensor_shapes() if key.startswith(("model.layers.", "model.memory"))]
+    assert sorted(read) == sorted(wanted)

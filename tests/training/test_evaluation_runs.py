@@ -195,7 +195,7 @@ def test_during_a_handover_nothing_is_best_and_nothing_stops(
     assert summary.best is not None and (summary.best["step"], summary.steps) == (4, 5)
     best = longrecall.load(tmp_path / "out" / "best")
     assert not handover_layers(best.config) and best.config.layers[0]["mixer"]["key_dim"] == 8
-    assert not (tmp_path / "out" / ".best.handover").exists()
+    assert not (tmp_path / "out" / ".best.unfinished").exists()
 
 
 def test_a_learned_state_is_measured(make_recipe: MakeRecipe, held_out: str) -> None:

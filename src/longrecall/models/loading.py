@@ -14,7 +14,8 @@ from longrecall.errors import UserError, did_you_mean
 from longrecall.models.accounting import STATE_BYTES
 from longrecall.models.checkpoint import Checkpoint, open_checkpoint
 from longrecall.models.limits import check_memory
-from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.models.recurrent_lm import RecurrentLM, RecurrentModel
+from longrecall.models.state import RecurrentState, zero_state
 
 _DTYPES = {
     "float32": torch.float32,
@@ -132,6 +133,43 @@ def materialise_sharded(
             (held if rows is None else held.to_local()).copy_(read)
     nn.Module.train(model, False)
     return model
+
+
+@torch.no_grad()
+def start_of_text(checkpoint: Checkpoint) -> RecurrentState:
+    """Return the state, of one row, on the CPU, from which the model of a checkpoint begins a text.
+
+    Zeros, or what memory tokens leave: these are read layer by layer, and one layer is in memory at a time.
+    """
+    config = checkpoint.config
+    dtype = checkpoint.dtype("model.embeddings.weight")
+    if not config.memory_tokens:
+        return zero_state(config, 1, torch.device("cpu"), dtype)
+    names = checkpoint.names()
+    with torch.device("meta"):
+        model = RecurrentModel(config)
+    nn.Module.train(model, False)
+    model.memory_tokens = nn.Parameter(checkpoint.read("model.memory_tokens"))
+    # Memory tokens are no words: nothing is looked up, and the largest tensor is not needed.
+    model.embeddings.weight = nn.Parameter(torch.empty((0, config.hidden_size), dtype=dtype))
+    for index, layer in enumerate(model.layers):
+        start = f"model.layers.{index}."
+        own = [name.removeprefix(start) for name in names if name.startswith(start)]
+
+        def fill(layer: nn.Module, _: Any, start: str = start, own: list[str] = own) -> None:
+            layer.load_state_dict({name: checkpoint.read(start + name) for name in own}, strict=False, assign=True)
+
+        # Whoever needs the weights of a layer calls it: sharded ones are gathered in the same way.
+        layer.register_forward_pre_hook(fill)
+        layer.register_forward_hook(_drop_weights)
+    # Of a text without tokens nothing but the state is computed.
+    nothing = torch.zeros((1, 0, config.hidden_size), dtype=dtype)
+    state: RecurrentState = model(nothing, None, None)[1]
+    return state
+
+
+def _drop_weights(layer: nn.Module, *_: Any) -> None:
+    layer.to("meta")
 
 
 def _check_room(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device | str, pieces: int = 1) -> None:

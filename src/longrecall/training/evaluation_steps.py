@@ -13,19 +13,18 @@ from longrecall.layers.handover import Handover
 from longrecall.models.checkpoint import Checkpoint, CheckpointWriter
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.new_folder import clear_remains
-from longrecall.surgery.handover import finish_checkpoint, handover_layers
-from longrecall.training.checkpoints import disk_errors, write_model
+from longrecall.surgery.handover import handover_layers
+from longrecall.training.checkpoints import disk_errors, write_final, write_model, write_model_in_shards
 from longrecall.training.evaluation import Share, TrainingEvaluation
 from longrecall.training.initial_states import InitialState
 from longrecall.training.logs import RunLog, Stopwatch
 from longrecall.training.parallel.place import Place
-from longrecall.training.parallel.shard import gathered_weights
 from longrecall.training.watch import FiniteWatch
 
 BEST_FOLDER = "best"
 """Of a run: the native checkpoint with the best metric."""
-UNFINISHED_BEST = ".best.handover"
-"""The same while its handover layers are being finished."""
+UNFINISHED_BEST = ".best.unfinished"
+"""The same before its shards are put together and its handover layers finished."""
 
 
 class Training(Protocol):
@@ -80,7 +79,7 @@ def evaluate_after(
         numbers = evaluation.measure(run.model, run.initial, share, trainer.compute_loss_context_manager)
         best = evaluation.judge(step, numbers, counts=progress == 1.0 or not run.handovers)
         if best and evaluation.recipe.best:
-            with disk_errors("the best checkpoint", run.watch.last_good):
+            with place.together(), disk_errors("the best checkpoint", run.watch.last_good):
                 _write_best(run, run.output / BEST_FOLDER)
     if place.first:
         run.log.add({"step": step, "tokens": step * run.tokens_per_step, "evaluation": numbers})
@@ -96,15 +95,20 @@ def clear_best(output: Path) -> None:
 
 
 def _write_best(run: Training, folder: Path) -> None:
-    """Write the model as a native checkpoint without handover layers, in place of the one that was best before."""
-    place = run.processes
-    tensors = gathered_weights(run.model, place.first) if place.sharded else None
-    if place.first:
-        handover = bool(handover_layers(run.model.config))
-        raw = folder.with_name(UNFINISHED_BEST)
-        with CheckpointWriter(raw if handover else folder, force=True) as writer:
-            write_model(writer, run.model, run.source, run.tokenizer, tensors)
-        if handover:
-            finish_checkpoint(raw, folder, overwrite=True)
-            shutil.rmtree(raw)
-    place.wait()
+    """Write the model as a native checkpoint without handover layers, in place of the one that was best before.
+
+    Sharded weights are written by those who hold them and assembled tensor by tensor: no process ever holds the model.
+    """
+    place, raw = run.processes, folder.with_name(UNFINISHED_BEST)
+    handover = bool(handover_layers(run.model.config))
+    try:
+        if place.sharded:
+            write_model_in_shards(raw, run.model, run.source, run.tokenizer, place)
+        elif place.first:
+            with CheckpointWriter(raw if handover else folder, force=True) as writer:
+                write_model(writer, run.model, run.source, run.tokenizer)
+        if place.first and (place.sharded or handover):
+            write_final(raw, folder, force=True)
+    finally:
+        if place.first:
+            shutil.rmtree(raw, ignore_errors=True)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import torch
-
-from longrecall.models.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint
-from longrecall.models.loading import materialise
-from longrecall.models.state import RecurrentState, zero_state
+from longrecall.models.checkpoint import CheckpointWriter, open_checkpoint
+from longrecall.models.loading import start_of_text
 from longrecall.surgery.handover import handover_layers
 from longrecall.training.checkpoints import (
     checkpoint_fingerprint,
@@ -63,7 +60,7 @@ def _write_results(job: Job, learned: Learned | None, summary: TrainingSummary) 
     trained = open_checkpoint(final)
     fingerprint = checkpoint_fingerprint(trained) if streamed else job.model.fingerprint()
     if learned is not None:
-        zero = _zero_state(trained) if streamed else job.model.zero_state(1)
+        zero = start_of_text(trained) if streamed else job.model.zero_state(1)
         learned.save(job.output / LEARNED_STATE_FILE, zero, fingerprint)
     body = {
         "checkpoint": {
@@ -79,11 +76,3 @@ def _write_results(job: Job, learned: Learned | None, summary: TrainingSummary) 
         "summary": summary.to_dict(),
     }
     write_result(job.output / RESULT_FILE, body)
-
-
-def _zero_state(checkpoint: Checkpoint) -> RecurrentState:
-    """What one row of the model of a checkpoint starts from; only memory tokens need the model to be read."""
-    if checkpoint.config.memory_tokens:
-        return materialise(checkpoint).zero_state(1)
-    dtype = checkpoint.dtype("model.embeddings.weight")
-    return zero_state(checkpoint.config, 1, torch.device("cpu"), dtype)

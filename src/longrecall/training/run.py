@@ -40,7 +40,7 @@ from longrecall.training.job import Job
 from longrecall.training.leash import Leash, find_teacher, teacher_digest
 from longrecall.training.logs import LOG_FILE, RESULT_FILE, RunLog, Stopwatch
 from longrecall.training.optimizer import freeze_parameters
-from longrecall.training.parallel.agreement import check_same_run, check_shared_folder
+from longrecall.training.parallel.agreement import check_same_files, check_same_run, check_shared_folder
 from longrecall.training.parallel.launcher import apart_from_launcher, check_devices, launched, on_cpu, world_size
 from longrecall.training.parallel.place import Place, make_place, naming_the_dead, replicas
 from longrecall.training.parallel.shard import own_rows, shard_model
@@ -139,6 +139,7 @@ def _run_together(
             arguments.max_steps = recipe.steps(place.data_world)
             summary = plan(recipe, source, place.world, stream, output / FINAL_FOLDER, dry_run=False)
             evaluation = prepare_evaluation(recipe, tokenizer)
+        check_same_files(place, source, [kind["amount"] for kind in stream.position()["sources"]])
         with place.together():
             job = _job(
                 recipe, arguments, output, source, teacher, tokenizer, stream, place, saved, show_progress, force

@@ -1,8 +1,9 @@
 """Runs of `longrecall train` on several processes, some of which die or meet a full disk where a plan says so.
 
 Everything is imported once; every run forks its processes from here. The plan is a list of runs; each gets its exit
-codes by rank (-9 = killed, -99 = hung), what each process said, and the seconds from the kill, or from the beginning of
-training, to the end of the last process.
+codes by rank (-9 = killed, -99 = hung), what each process said, the seconds from the kill, or from the beginning of
+training, to the end of the last process, and the moment of a kill at a random time: lines of the log, and whether a
+checkpoint was half-written.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from longrecall.cli import main as cli
+from longrecall.training import evaluation_steps
 from longrecall.training import run as training_run
 from longrecall.training.checkpoints import saver, shards
 from longrecall.training.parallel import agreement
@@ -29,7 +31,7 @@ PATIENCE = 120.0
 """Seconds after which processes that are still there have hung."""
 
 
-def die(*_: Any) -> None:
+def die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -71,6 +73,8 @@ TROUBLE: dict[str, Callable[[int], None]] = {
     "shard": lambda number: before(shards, "save_file", number, half_a_file),
     "publish": lambda number: before(saver.Saver, "_publish", number, die),
     "full": lambda number: before(saver.Saver, "_copy", number, no_space),
+    "best": lambda number: before(evaluation_steps, "write_model_in_shards", number, no_space),
+    "kill best": lambda number: before(evaluation_steps, "write_final", number, die),
 }
 
 
@@ -116,6 +120,7 @@ def on_processes(run: dict[str, Any]) -> dict[str, Any]:
     began_training: float | None = None
     kill, log = run.get("kill", {"row": 0}), Path(run["output"]) / "log.jsonl"
     killed: float | None = None
+    moment: dict[str, Any] = {}
     while len(codes) < len(children):
         now = time.monotonic() - began
         # Who waits for one that died before all had found each other is ended by the launcher, which is not here.
@@ -123,6 +128,7 @@ def on_processes(run: dict[str, Any]) -> dict[str, Any]:
             began_training = now
         if "rank" in kill and killed is None and now - (began_training or now) > kill["seconds"]:
             os.kill(children[kill["rank"]], signal.SIGKILL)
+            moment = {"lines": text_of(log).count("\n"), "saving": any(log.parent.glob("steps/.*"))}
             killed = now
         for rank, pid in enumerate(children):
             if rank not in codes and (status := os.waitpid(pid, os.WNOHANG))[0]:
@@ -140,6 +146,7 @@ def on_processes(run: dict[str, Any]) -> dict[str, Any]:
         "codes": [codes[rank] for rank in range(len(children))],
         "said": [text_of(path) for path in said],
         "seconds": ended - (killed or began_training or 0.0),
+        "moment": moment,
     }
 
 

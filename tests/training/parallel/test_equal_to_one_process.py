@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests import warm
 from tests.conftest import MIXERS
 from tests.layers import test_shared_block
 from tests.models.test_memory_tokens import MODELS
-from tests.training.conftest import tiny_model
+from tests.training.conftest import GLA, tiny_model
 from tests.training.parallel import one_process, worker
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -77,16 +78,19 @@ def write_case(folder: Path, base: Path, text: Path, world: int, case: dict[str,
     return Recipe.from_dict(recipe)
 
 
-def run_worker(*folders: Path) -> None:
-    done = warm.run(worker.main, *map(str, folders))
+def run_worker(*folders: Path, main: Callable[..., None] = worker.main) -> None:
+    done = warm.run(main, *map(str, folders))
     assert done.returncode == 0, done.stderr[-12000:]
 
 
+OWN_TEXT = {"context_length": 32, "sources": [{"kind": "text", "path": "own.txt"}]}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "divides": ({"parallel": {"shard": 3}}, "shard 3 x context 1 = 3, which does not divide the 2 processes; start a"),
     "counts": ({"parallel": {"replicate": 2, "shard": 2}}, "= 4 processes, but there are 2; start 4, or leave"),
     "differs": ({}, "optimizer.learning_rate is 0.5 in process 1 and 0.001 in process 0; start all of them with the"),
     "apart": ({}, "run.output out of process 1 .* is not the folder that process 0 writes to: give a path on"),
+    "older": ({"model": {"checkpoint": "own"}}, r"model.checkpoint model.safetensors of process 1 is not that of proc"),
+    "shorter": ({"data": OWN_TEXT}, r"data.sources.0 of process 1 is not that of process 0: give a path on a file"),
     "missing": ({"model": {"checkpoint": "nowhere"}}, "nowhere"),
 }
 """Name -> what the recipe says beside the usual, and a part of the line that all processes stop with."""
@@ -105,6 +109,13 @@ def test_equal_to_one_process(tmp_path: Path, text: Path) -> None:
     other["optimizer"]["learning_rate"] = 0.5
     (tmp_path / "differs" / "r-1.yaml").write_text(yaml.safe_dump(other))
     (tmp_path / "apart" / "rank-1").mkdir()
+    # The disk of each machine has the files, and one of them others: the output alone is shared.
+    for name in ("older", "shorter"):
+        for seed, place in enumerate((tmp_path / name, tmp_path / name / "rank-1")):
+            place.mkdir(exist_ok=True)
+            save(tiny_model(seed=seed), place / "own", byte_tokenizer())
+            (place / "own.txt").write_text(text.read_text()[seed * 400 :])
+        (tmp_path / name / "rank-1" / "out").symlink_to(tmp_path / name / "out")
     run_worker(*(tmp_path / name for name in (*REFUSED, *CASES)))
     for name, (world, _) in CASES.items():
         compare(tmp_path / name, one_process.train(recipes[name], world // recipes[name].parallel.context), name)
@@ -136,6 +147,18 @@ def test_other_models_and_mixtures(tmp_path: Path, text: Path) -> None:
     run_worker(*(tmp_path / name for name in MORE))
     for name, (world, _) in MORE.items():
         compare(tmp_path / name, one_process.train(recipes[name], world // recipes[name].parallel.context), name)
+
+
+@pytest.mark.slow
+def test_compiled_layers(tmp_path: Path, text: Path) -> None:
+    """Every layer is traced: the weights are gathered around what is compiled, once with a state and once without."""
+    save(tiny_model(GLA, GLA), tmp_path / "base", byte_tokenizer())
+    case = {"parallel": {"shard": 2}, "run": {"compile": True, "gradient_accumulation": 1}}
+    recipe = write_case(tmp_path / "compiled", tmp_path / "base", text, 2, case)
+    run_worker(tmp_path / "compiled", main=worker.compiled)
+    compare(tmp_path / "compiled", one_process.train(recipe, 2), "compiled")
+    for rank in range(2):
+        assert len((tmp_path / "compiled" / f"compiled-{rank}").read_text()) >= 2
 
 
 def compare(folder: Path, expected: one_process.Trained, name: str) -> None:

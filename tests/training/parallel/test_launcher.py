@@ -91,6 +91,16 @@ def test_the_rest_is_refused_by_its_key(make_recipe: Callable[..., Recipe]) -> N
         assert str(refusal.value).startswith("accelerate launch")
 
 
+def test_one_process_where_several_were_asked_for_is_refused(make_recipe: Callable[..., Recipe]) -> None:
+    """So Accelerate starts distributed_type MULTI_CPU without mpirun."""
+    met, ours = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, {"ACCELERATE_MIXED_PRECISION": "no"}
+    recipe = make_recipe()
+    with pytest.raises(UserError, match="launch: num_processes is above 1, but a single process was started"):
+        launched(recipe, 1, ours | met)
+    for said in (met, ours, ours | met | {"WORLD_SIZE": "1"}):
+        assert launched(recipe, 1, said) == recipe
+
+
 def test_accelerate_does_not_wrap_what_was_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (FSDP | MESH).items():
         monkeypatch.setenv(name, value)

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor
+from torch._dynamo.backends.debugging import aot_eager
 
 from longrecall.errors import RefusedTogether
+from longrecall.models import compiling
 from longrecall.training.job import Job
 from longrecall.training.parallel import agreement
 from longrecall.training.parallel.shard import whole
@@ -67,3 +69,16 @@ def main(*names: str) -> None:
                 train(folder)
 
         on_processes(world, work)
+
+
+def compiled(*names: str) -> None:
+    """As `main`, with a compiler that traces both passes and makes no code; in each folder it counts."""
+
+    def counting(graph: Any, inputs: Any, **options: Any) -> Any:
+        for name in names:
+            with (Path(name) / f"compiled-{os.environ['RANK']}").open("a") as file:
+                file.write("1")
+        return aot_eager(graph, inputs, **options)
+
+    compiling.BACKEND = counting
+    main(*names)

@@ -21,7 +21,7 @@ from longrecall.training.checkpoints.saved_run import (
     flatten,
     step_folder,
 )
-from longrecall.training.checkpoints.saver import Saver, write_model
+from longrecall.training.checkpoints.saver import Saver, write_model, write_model_in_shards
 from longrecall.training.checkpoints.shards import restore_optimizer
 
 __all__ = [
@@ -40,4 +40,5 @@ __all__ = [
     "step_folder",
     "write_final",
     "write_model",
+    "write_model_in_shards",
 ]

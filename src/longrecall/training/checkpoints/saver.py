@@ -183,7 +183,7 @@ class Saver:
         try:
             self._together(lambda: self._describe(partial, snapshot), only_first=True)
             if snapshot.sharded:
-                self._write_shards(partial, snapshot)
+                _write_parts(partial, snapshot.tensors, self._processes, self._group)
             self._together(lambda: self._add_own(partial, snapshot))
             self._together(lambda: self._publish(partial, target, snapshot), only_first=True)
         except BaseException:
@@ -197,27 +197,13 @@ class Saver:
         weights = {n.removeprefix(MODEL): t for n, t in snapshot.tensors.items() if n.startswith(MODEL)}
         with CheckpointWriter(partial, force=True) as writer:
             if snapshot.sharded:
-                writer.set_config(self._model.config)
-                writer.set_elsewhere({name: tensor.dtype for name, tensor in weights.items()})
-                _add_companions(writer, self._source, self._tokenizer)
+                _describe_shards(writer, self._model, self._source, self._tokenizer, weights)
             else:
                 write_model(writer, self._model, self._source, self._tokenizer, weights)
         if not snapshot.sharded:
             rest = {n.removeprefix(OPTIMIZER): t for n, t in snapshot.tensors.items() if n.startswith(OPTIMIZER)}
             save_file({name: tensor.contiguous() for name, tensor in rest.items()}, partial / OPTIMIZER_FILE)
             make_readable(partial / OPTIMIZER_FILE)
-
-    def _write_shards(self, partial: Path, snapshot: _Snapshot) -> None:
-        """Write what this process holds; raise UserError in all of them when one could not."""
-        if self._group is None:
-            raise RuntimeError("sharded weights come with a process group")
-        try:
-            write_shards(partial, snapshot.tensors, self._processes.rank, self._group)
-        except CheckpointException as error:
-            rank, (failure, _) = min(error.failures.items())
-            if not isinstance(failure, (UserError, OSError)):
-                raise failure from None
-            raise self._refusal(rank, reason_of(failure)) from None
 
     def _add_own(self, partial: Path, snapshot: _Snapshot) -> None:
         rank = self._processes.rank
@@ -258,12 +244,7 @@ class Saver:
             raise failure
         for rank, reason in enumerate(reasons):
             if reason is not None:
-                raise self._refusal(rank, reason)
-
-    def _refusal(self, rank: int, reason: str) -> RefusedTogether:
-        """What every process raises for what went wrong in one of them."""
-        line = reason if rank == 0 else f"process {rank}: {reason}"
-        return RefusedTogether(line, told_here=self._processes.first)
+                raise _refusal(self._processes, rank, reason)
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -291,6 +272,60 @@ def write_model(
     for name in model.config.tensor_shapes():
         writer.add(name, tensors[name])
     _add_companions(writer, source, tokenizer)
+
+
+def write_model_in_shards(
+    folder: Path, model: RecurrentLM, source: Checkpoint, tokenizer: Any, processes: Processes
+) -> None:
+    """Write sharded weights into `folder`, each process what it holds; all processes call this together.
+
+    The folder is a checkpoint that opens, to be assembled by `write_final`. What was there is replaced.
+
+    Raises:
+        UserError: in every process, when one of them could not write.
+    """
+    weights = model.state_dict()
+    tensors = {name: weights[name].detach() for name in model.config.tensor_shapes()}
+    failure: list[str | None] = [None]
+    if processes.first:
+        try:
+            with CheckpointWriter(folder, force=True) as writer:
+                _describe_shards(writer, model, source, tokenizer, tensors)
+        except (UserError, OSError) as error:
+            failure = [reason_of(error)]
+    torch.distributed.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise _refusal(processes, 0, failure[0])
+    named = {MODEL + name: tensor for name, tensor in tensors.items()}
+    _write_parts(folder, named, processes, torch.distributed.group.WORLD)
+
+
+def _describe_shards(
+    writer: CheckpointWriter, model: RecurrentLM, source: Checkpoint, tokenizer: Any, weights: Mapping[str, Tensor]
+) -> None:
+    """Put everything but the weights into `writer`: shards of them will lie beside it."""
+    writer.set_config(model.config)
+    writer.set_elsewhere({name: tensor.dtype for name, tensor in weights.items()})
+    _add_companions(writer, source, tokenizer)
+
+
+def _write_parts(folder: Path, tensors: Mapping[str, Tensor], processes: Processes, group: ProcessGroup | None) -> None:
+    """Write what this process holds; raise UserError in all of them when one could not."""
+    if group is None:
+        raise RuntimeError("sharded weights come with a process group")
+    try:
+        write_shards(folder, tensors, processes.rank, group)
+    except CheckpointException as error:
+        rank, (failure, _) = min(error.failures.items())
+        if not isinstance(failure, (UserError, OSError)):
+            raise failure from None
+        raise _refusal(processes, rank, reason_of(failure)) from None
+
+
+def _refusal(processes: Processes, rank: int, reason: str) -> RefusedTogether:
+    """What every process raises for what went wrong in one of them."""
+    line = reason if rank == 0 else f"process {rank}: {reason}"
+    return RefusedTogether(line, told_here=processes.first)
 
 
 def _add_companions(writer: CheckpointWriter, source: Checkpoint, tokenizer: Any) -> None:

@@ -78,6 +78,8 @@ _ENGINES = {
     "ACCELERATE_USE_MEGATRON_LM": ("megatron_lm_config", "set parallel.shard and parallel.context in the recipe"),
     "ACCELERATE_USE_SAGEMAKER": ("sagemaker", "start the processes with torchrun"),
 }
+_COUNTS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Variables of launchers that start several processes; one of them is there even where it is a single one."""
 _MESH = "PARALLELISM_CONFIG_"
 _ACTS = (*_ENGINES, "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_DYNAMO_BACKEND")
 """Variables from which Accelerate would wrap or compile the model itself."""
@@ -97,6 +99,14 @@ def launched(recipe: Recipe, world: int, said: Mapping[str, str]) -> Recipe:
     for variable, (key, advice) in _ENGINES.items():
         if _is_on(said, variable):
             raise UserError(f"accelerate launch: {key} is not supported; leave it out and {advice}")
+    # Accelerate leaves CPUs to mpirun: without it there is one process, and a place to meet that nobody else comes to.
+    meeting = "ACCELERATE_MIXED_PRECISION" in said and "MASTER_ADDR" in said and "MASTER_PORT" in said
+    if world == 1 and meeting and not any(name in said for name in _COUNTS):
+        raise UserError(
+            "accelerate launch: num_processes is above 1, but a single process was started, as it is for "
+            "distributed_type MULTI_CPU without mpirun; set distributed_type: MULTI_GPU, also on CPUs, or start the "
+            "processes with torchrun; if one is meant, leave MASTER_ADDR out of the environment"
+        )
     _check_agreement(recipe, said)
     asked = None
     if _is_on(said, "ACCELERATE_USE_FSDP"):

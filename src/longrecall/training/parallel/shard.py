@@ -77,20 +77,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gathered_weights(model: RecurrentLM, keep: bool) -> dict[str, Tensor]:
-    """Return all weights and buffers on the CPU, gathered one by one; all processes call this.
-
-    Args:
-        keep: whether this process wants them; the others get an empty dictionary.
-    """
-    found = {}
-    for name, tensor in model.state_dict().items():
-        full = whole(tensor.detach())
-        if keep:
-            found[name] = full.cpu()
-    return found
-
-
 def average_replicated(parameters: Iterable[nn.Parameter]) -> None:
     """Average over all processes the gradients of parameters that FSDP does not own: learned initial states."""
     own = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
