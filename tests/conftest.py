@@ -98,6 +98,11 @@ RECURRENT = {name: mixer for name, mixer in MIXERS.items() if not name.startswit
 """Those whose whole state has a fixed size."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests begin first: one that begins last keeps all other workers waiting."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 def pytest_collection_finish() -> None:
     """Leave the tests themselves and all that they have imported out of garbage collection.
 
