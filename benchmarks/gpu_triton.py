@@ -3,8 +3,7 @@
     python benchmarks/gpu_triton.py --other SITE --out benchmarks/results/gpu_triton.json
 
 SITE is a folder with another Triton in it (``pip install --no-deps --target SITE triton==3.9.0``). The rows are those
-of
-before_after.py: bfloat16, medians of CUDA events, each release in processes of its own and in turns. A row has the
+of before_after.py: bfloat16, medians of CUDA events, each release in processes of its own and in turns. A row has the
 median of every process, the median of those, and the ratio of the other release to the installed one.
 """
 
@@ -18,7 +17,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from before_after import ROOT, run
+from before_after import ROOT, Runs, in_turns, run
 from gpu_timing import Rows
 
 
@@ -44,11 +43,10 @@ def main() -> None:
         parser.error(f"both are Triton {releases['other']}")
     rows = Rows("gpu_triton", args.out)
     rows.result["releases"] = releases
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in sites}
-    for index in range(args.rounds):
-        for name in sites if index % 2 == 0 else reversed(sites):
-            runs[name].append(run(ROOT, sites[name]))
-            print(releases[name], runs[name][-1], flush=True)
+    runs: Runs = {name: [] for name in sites}
+    for name in in_turns(list(sites), args.rounds):
+        runs[name].append(run(ROOT, sites[name]))
+        print(releases[name], runs[name][-1], flush=True)
     for row in runs["installed"][0]:
         times = {name: [one[row] for one in found] for name, found in runs.items()}
         middle = {name: statistics.median(values) for name, values in times.items()}

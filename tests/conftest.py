@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -96,6 +96,21 @@ MIXERS["retrieval"] = {"type": "retrieval", "base": MIXERS["gla_conv"], "chunk":
 GROWING = ("attention", "mla", "base_conv_implicit", "hyena", "hymba", "parallel", "retrieval")
 RECURRENT = {name: mixer for name, mixer in MIXERS.items() if not name.startswith(GROWING)}
 """Those whose whole state has a fixed size."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect tests, but no garbage: nearly all that is made by then stays, and looking at it takes a tenth."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests begin first: one that begins last keeps all other workers waiting."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_collection_finish() -> None:

@@ -60,7 +60,7 @@ class Case:
     out: str
     resumes: bool = False
     patch: str = ""
-    kills: int = 4
+    kills: int = 3
     """Operations before which it is killed at most, drawn at random where there are more; `-m slow` takes all."""
 
     @property
@@ -74,8 +74,8 @@ CASES = {
     "expand": Case("expand base bigger --method merge_heads --layers all --init perturb", "bigger"),
     "export": Case("export base stock --to auto_map", "stock"),
     "tokenize": Case("tokenize text.txt --tokenizer base --out tokens", "tokens"),
-    "train": Case("train train.yaml", "run", resumes=True, kills=6),
-    "consolidate": Case("consolidate run --to one", "one", kills=3),
+    "train": Case("train train.yaml", "run", resumes=True, kills=5),
+    "consolidate": Case("consolidate run --to one", "one"),
     "sweep": Case("sweep sweep.yaml", "sweep.json", resumes=True),
     "eval": Case(f"{EVAL} --samples 4 --batch-tokens 300 --out a.json", "a.json", resumes=True),
     "search": Case(
@@ -87,7 +87,7 @@ CASES = {
         "diagnose base --device cpu --text text.txt --multiple 4 --sequences 2 --recall-samples 5 --out d.json",
         "d.json",
         resumes=True,
-        kills=6,
+        kills=5,
     ),
     "compare": Case("compare a.json a.json --out compared.json", "compared.json"),
     "report": Case("report sweep.json -o page.html", "page.html"),
@@ -110,6 +110,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         server.close()
 
 
+@pytest.mark.long
 # One test of many commands: on a busy machine they take longer together than a test may.
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("most", [None, pytest.param(100, marks=pytest.mark.slow)], ids=["drawn", "everywhere"])
@@ -156,7 +157,8 @@ def killed_again_and_again(
         fresh = last.code is not None or random.random() < 0.4
         if fresh:
             ends_as_if_never_killed(server, case, folder, expected)
-    ends_as_if_never_killed(server, case, folder, expected)
+    if not fresh:
+        ends_as_if_never_killed(server, case, folder, expected)
 
 
 def kills_of(case: Case, end: End, whole: Path, random: np.random.Generator) -> list[Kill]:
@@ -168,7 +170,7 @@ def kills_of(case: Case, end: End, whole: Path, random: np.random.Generator) -> 
         # In the middle of a write, of small files and of large ones.
         sizes = [path.stat().st_size for path in files_of(whole).values()]
         kills += [Kill(size=int(random.integers(1, size))) for size in sorted({min(sizes), max(sizes)})]
-        kills += [Kill(seconds=float(random.uniform(0, end.seconds))) for _ in range(2)]
+        kills.append(Kill(seconds=float(random.uniform(0, end.seconds))))
     return [kills[number] for number in random.permutation(len(kills))]
 
 

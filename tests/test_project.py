@@ -228,9 +228,12 @@ for name in (*OPTIONAL, *(name for name in sys.modules if name.split(".")[0] in 
 for name in MODULES: importlib.import_module(name)
 """
 FORK = """
-import importlib, os, sys
-import torch, torch._dynamo, torch.distributed.tensor, torch.utils.checkpoint
-import accelerate, huggingface_hub, safetensors.torch, tokenizers
+import contextlib, importlib, os, sys
+import torch, torch._dynamo, torch.distributed.checkpoint, torch.distributed.tensor, torch.utils.checkpoint
+import accelerate, huggingface_hub.hf_api, jinja2, safetensors.torch, tokenizers
+for name in ("PIL.Image", "regex", "scipy.optimize", "scipy.spatial.transform"):  # where transformers finds them
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 assert not {"transformers", "longrecall"} & sys.modules.keys()
 for code in CODES:
     child = os.fork()
@@ -241,6 +244,7 @@ for code in CODES:
 """
 
 
+@pytest.mark.long
 def test_imports_in_new_processes() -> None:
     """Every module imports without the extras, and transformers' Auto classes know longrecall in any order of imports.
 

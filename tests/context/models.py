@@ -81,6 +81,12 @@ IN_FLOAT32 = (
 
 OVER_TWO = ("attention", "nested")
 """Models that two ranks read too."""
+CACHES = (*OVER_TWO, "nemotron", *(name for name in MODELS if name.startswith("memory tokens")))
+"""Models with caches, which go on after padding: a column of it in a cache holds anything."""
+
+
+WHOLE = ("first", "checkpointed")
+"""Batches from no state and without padding: all that their caches hold is somebody's."""
 
 
 class Batch(NamedTuple):
@@ -111,13 +117,14 @@ def build(changes: dict[str, Any]) -> RecurrentLM:
 
 
 def arguments(g: torch.Generator) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Three batches that follow each other, one with padding; and packed documents, from no state."""
+    """Batches that follow each other, one with padding; packed documents and positions, from no state."""
     yield "first", 2, {}
+    yield "checkpointed", 2, {}
     mask, piece = torch.rand(2, COLUMNS, generator=g) < 0.8, COLUMNS // PROCESSES
     # A row of a piece without any token, and a piece without padding.
     mask[0, piece : 2 * piece], mask[:, 2 * piece : 3 * piece] = False, True
     yield "padded", 2, {"attention_mask": mask.long()}
-    yield "checkpointed", 2, {}
+    yield "after", 2, {}
     ends = torch.tensor([0, 3, piece, piece + 2, 3 * piece + 1, COLUMNS - 1, COLUMNS])
     yield "packed", 1, {"cu_seqlens": ends}
     places = torch.arange(COLUMNS).repeat(2, 1)
@@ -136,7 +143,7 @@ def prepare(model: RecurrentLM, kinds: tuple[str, ...], close: float) -> Case:
             continue
         before = None if kind in ("packed", "positions") else state
         out = read(model, ids % model.config.vocab_size, labels, before, more)
-        gradients = differentiate(model, out, before, kind == "first")
+        gradients = differentiate(model, out, before, kind in WHOLE)
         found.append(Batch(kind, ids, labels, more, before, out, gradients))
         assert isinstance(out.past_key_values, RecurrentState)
         state = out.past_key_values.detach()
@@ -214,7 +221,7 @@ def compare_batch(case: Case, batch: Batch, group: ContextGroup) -> None:
         model.activation_checkpointing_enable()
     with context_parallel(group):
         out = read(model, cut(batch.ids) % model.config.vocab_size, cut(batch.labels), batch.state, more)
-        gradients = differentiate(model, out, batch.state, batch.kind == "first", group.world)
+        gradients = differentiate(model, out, batch.state, batch.kind in WHOLE, group.world)
         with torch.no_grad():
             padded = batch.kind == "padded"
             own = {"loss_only": False}
@@ -277,10 +284,10 @@ def refusals(group: ContextGroup) -> None:
 
 
 def prepare_all(names: list[str]) -> dict[str, Case]:
-    every = ("first", "padded", "checkpointed", "packed")
+    every = ("checkpointed", "padded", "packed")
     cases = {}
     for name, changes in MODELS.items():
-        more = ("positions",) if name == "nemotron" else ()
+        more = ("positions",) * (name == "nemotron") + ("after",) * (name in CACHES)
         if not names or name in names:
             cases[name] = prepare(build(changes).double(), every + more, CLOSE)
     for name in IN_FLOAT32:

@@ -27,6 +27,7 @@ def run_ranks(*arguments: str, timeout: float = PATIENCE, **variables: str) -> N
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.long
 def test_every_recurrence_over_two_and_four_ranks() -> None:
     """Outputs, final states and all gradients; packed documents; parts of a model that run twice; frozen inputs."""
     done = warm.run(ranks.main)

@@ -19,6 +19,7 @@ FOURTH = ContextGroup(object(), 3, 4)
 """Rank 3 of four that are not there."""
 
 
+@pytest.mark.long
 def test_whole_models_over_two_and_four_ranks() -> None:
     """Loss, logits, states passed on and every gradient; with padding, and with packed documents."""
     done = warm.run(models.main)

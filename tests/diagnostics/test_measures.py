@@ -245,10 +245,10 @@ def test_the_shared_beginning_is_what_every_row_has_read(name: str) -> None:
     model = tiny_model(MIXERS[name], MIXERS["gla"])
     for wrong in (False, True):
         task: Any = Greedy(model, wrong)
-        sizes = {"samples": 4, "doublings": 0, "batch_tokens": 16, "segment_tokens": 5}
+        sizes = {"samples": 2, "doublings": 0, "batch_tokens": 16, "segment_tokens": 5}
         result = recall_length(model, None, 40, 40, task=task, **sizes)
         assert {point["value"] for point in result["points"]} == {0.0 if wrong else 1.0}
-        assert result["points"][-1]["count"] == 4
+        assert result["points"][-1]["count"] == 2
 
 
 def test_recall_stops_where_it_is_surely_lost(tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Several processes share the work: real ones, started by torchrun."""
+"""Several processes share the work: real ones, forked with torchrun's variables; `-m slow` starts them by torchrun."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from hypothesis import strategies as st
 
 import longrecall
 from longrecall import RecurrentLM
+from longrecall.cli.main import main
 from longrecall.errors import UserError
 from longrecall.evaluation import evaluate_checkpoint
 from longrecall.evaluation.parallel import Ranks, torchrun_ranks
+from tests import warm
+from tests.processes import on_processes
 
 SOURCE = str(Path(longrecall.__file__).parents[1])
 TEXT = "It was the best of times, it was the worst of times. " * 60
@@ -56,17 +60,33 @@ def checkpoint(model: RecurrentLM, tokenizer: Any, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_two_processes_give_the_result_of_one(checkpoint: Path, tmp_path: Path) -> None:
+def as_two_processes(words: list[str]) -> None:
+    """``torchrun --nproc-per-node 2 longrecall WORDS`` without its imports; to be run."""
+    on_processes(2, partial(verb, words))
+
+
+def verb(words: list[str]) -> None:
+    code = main(words)
+    assert code == 0, code
+
+
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "torchrun"])
+def test_two_processes_give_the_result_of_one(checkpoint: Path, tmp_path: Path, torchrun: bool) -> None:
     text, one, two = tmp_path / "text.txt", tmp_path / "one.json", tmp_path / "two.json"
     text.write_text(TEXT)
     run(checkpoint, one, options={"phonebook": {"pairs": (3,)}, "babilong": {"tasks": ("qa1",), "answer_tokens": 8}})
     tasks = ["--tasks", "phonebook,babilong,bits_per_byte", "--lengths", "300", "--samples", "9", "--pairs", "3"]
     more = ["--qa", "qa1", "--option", "babilong.answer_tokens=8", "--text", str(text), "--out", str(two), "--json"]
     machine = ["--batch-tokens", "700", "--device", "cpu"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "longrecall.cli.main", "eval", str(checkpoint), *tasks, *more, *machine]
-    environment = os.environ | {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
+    words = ["eval", str(checkpoint), *tasks, *more, *machine]
+    if torchrun:
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        environment = os.environ | {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
+        command = [*start, "-m", "longrecall.cli.main", *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    else:
+        done = warm.run(as_two_processes, words)
+    assert done.returncode == 0, done.stderr
     result = json.loads(two.read_text())
     assert without_times(result) == without_times(json.loads(one.read_text()))
     # One of them prints, and no journal is left.

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import longrecall
 from longrecall.export import export_checkpoint
 from longrecall.models.checkpoint import open_checkpoint
@@ -40,6 +42,7 @@ print(json.dumps(write("The state", max_new_tokens=4, do_sample=False)[0]["gener
 """
 
 
+@pytest.mark.long
 def test_merged_heads_and_retrieval_load_with_remote_code(tmp_path: Path) -> None:
     longrecall.expand(ASSETS / "gla-base", tmp_path / "merged", method="merge_heads", layers=[0], init="preserve")
     longrecall.expand(tmp_path / "merged", tmp_path / "big", method="add_retrieval", layers=[1])

@@ -21,6 +21,7 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | more
 
 
+@pytest.mark.long
 def test_two_processes_compute_what_one_does() -> None:
     """Losses, gradients, a step of AdamW, states, text: see the worker."""
     done = warm.run(sharding_worker.on_cpu)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from longrecall.context import ContextGroup, context_parallel
 from longrecall.errors import UserError
 from longrecall.ops import execution
 
@@ -90,3 +91,13 @@ def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) ->
     # The words that Triton takes for yes.
     monkeypatch.setenv("TRITON_INTERPRET", "true")
     assert execution.interpreting_triton()
+
+
+def test_what_is_read_whole_is_read_whole_again() -> None:
+    """In a checkpoint's backward inside of a block that cuts texts over ranks, as memory tokens are."""
+    again = execution.as_states_are_read_now(execution.context)
+    group = ContextGroup(object(), 1, 2)
+    with context_parallel(group):
+        assert execution.context() is group and again() is None
+        cut = execution.as_states_are_read_now(execution.context)
+    assert execution.context() is None and cut() is group

@@ -59,6 +59,7 @@ def same_losses(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
     return all(x["loss"] == pytest.approx(y["loss"], rel=1e-4) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mixer", "checkpointing"),
     [(GLA, "true"), pytest.param(MAMBA, "false", marks=pytest.mark.slow)],
@@ -85,6 +86,7 @@ def test_a_compiled_run_trains_the_same(
     assert weights(tmp_path / "plain" / "final").keys() == weights(tmp_path / "out" / "final").keys()
 
 
+@pytest.mark.long
 def test_a_compiled_run_resumes_exactly_and_goes_on_without_the_compiler(
     make_short: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compilations: list[str]
 ) -> None:
@@ -133,7 +135,7 @@ def test_more_shapes_than_the_tracers_own_limit_are_compiled(
 ) -> None:
     model = make_model(GLA)
     with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad(), compiled_layers(model):
-        for length in (5, 6, 7, 8):
+        for length in (5, 6, 7):
             before = len(compilations)
             model(torch.zeros(1, length, dtype=torch.long))
             assert len(compilations) > before, length

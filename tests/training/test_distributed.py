@@ -61,9 +61,9 @@ def train_all(folders: list[str]) -> None:
 
 
 def on_two_processes(*folders: str) -> None:
-    """What torchrun does, which imports everything again for each process; tests/evaluation/test_parallel.py starts it.
+    """What torchrun does, which imports everything again for each process; to be run.
 
-    To be run.
+    tests/training/parallel/test_launch.py starts torchrun itself.
     """
     on_processes(2, partial(train_all, list(folders)))
 
@@ -133,6 +133,7 @@ def reference(recipe: Recipe) -> list[float]:
     return found
 
 
+@pytest.mark.long
 def test_two_processes(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     """Every intervention: the losses are those of one process that does the work of both, and a resume is exact."""
     short = ("run.steps=4", "run.save_every=2")

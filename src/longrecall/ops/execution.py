@@ -153,17 +153,16 @@ def as_states_are_read_now(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, for later calls (in a checkpoint's backward) under what holds now of states and where they are.
 
     That is the promise of `unread_states` and the context group. A backward runs in other threads, and outside of the
-    blocks that hold now.
+    blocks that hold now, or inside of others: memory tokens are read whole where a text is cut over ranks.
     """
     if torch.compiler.is_compiling():
         return function
     now = _current.get()
-    fields: dict[str, Any] = {"unread_states": now.unread_states}
-    if now.context is not None:
-        fields |= {"context": now.context, "row_pieces": now.row_pieces, "kept": Kept()}
+    kept = None if now.context is None else Kept()
+    fields = {"unread_states": now.unread_states, "context": now.context, "row_pieces": now.row_pieces, "kept": kept}
 
     def call(*args: Any) -> Any:
-        if (kept := fields.get("kept")) is not None:
+        if kept is not None:
             kept.begin()
         with _with(**fields):
             return function(*args)

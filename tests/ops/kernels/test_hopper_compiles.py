@@ -165,6 +165,7 @@ else:
     pytest.importorskip("triton")
 
 
+@pytest.mark.long
 def test_every_kernel_compiles() -> None:
     compile_all("quick")
 

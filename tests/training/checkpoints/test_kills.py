@@ -71,6 +71,7 @@ def assert_close(one: Path, other: Path) -> None:
         assert (found[name] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), name
 
 
+@pytest.mark.long
 def test_a_process_that_dies_or_cannot_write_loses_nothing(base: Path, text: Path, tmp_path: Path) -> None:
     """Of two processes one is killed while it saves, or its disk is full; two or one go on, whole or sharded."""
     place = tmp_path / "runs"

@@ -96,6 +96,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 """Name -> what the recipe says beside the usual, and a part of the line that all processes stop with."""
 
 
+@pytest.mark.long
 def test_equal_to_one_process(tmp_path: Path, text: Path) -> None:
     base = tmp_path / "base"
     save(tiny_model(), base, byte_tokenizer(), [{"method": "m", "touched": ["model.layers.1.mixer.k_proj.weight"]}])
