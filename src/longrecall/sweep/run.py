@@ -134,8 +134,10 @@ def _train(
         bar.update()
 
     run = recipe.run
+    checkpoints = None if run.checkpoints is None else Path(run.checkpoints)
+    how = (run.processes, running.append, run.matmul_precision, checkpoints)
     try:
-        train_all(left, device, run.parallel, deadline, keep, run.processes, running.append, run.matmul_precision)
+        train_all(left, device, run.parallel, deadline, keep, *how)
     finally:
         bar.close()
         journal.close()
