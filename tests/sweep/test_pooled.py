@@ -81,7 +81,10 @@ def test_every_test_set_is_a_cell(
 ) -> None:
     recipe = write(tasks=pooled["tasks"], training=pooled["training"])
     assert main(["sweep", str(recipe)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr()
+    lines, told = said.out.splitlines(), said.err.splitlines()
+    assert [line.split(":")[0] for line in told] == ["1 of 2", "2 of 2"]
+    assert "mqar gla 8 wide, rate 0.01, seed 0: accuracy 0." in told[0] and told[0].endswith("12 steps, done")
     assert lines[1].split() == ["length=8", "pairs=1", "length=16", "pairs=4"]
     found = json.loads(recipe.with_suffix(".json").read_text())
     assert found["runs"] == len(found["rows"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from longrecall.sweep.grid import RunSpec, runs_of, shard
 from longrecall.sweep.journal import ADVICE, KIND, SCHEMA, Journal, shard_path
 from longrecall.sweep.recipe import SweepRecipe
 from longrecall.sweep.scheduler import choose_device, train_all
-from longrecall.sweep.summary import best_rows, summary_lines
+from longrecall.sweep.summary import best_rows, progress_line, summary_lines
 from longrecall.version import __version__
 
 Row = dict[str, Any]
@@ -80,7 +81,7 @@ def run_sweep(
         retry: when resuming, train again what failed.
         force: start over and replace what is there.
         shard_of: (i, n): only every n-th run, beginning with the i-th, into a file of its own.
-        show_progress: a bar on stderr where that is a terminal.
+        show_progress: a bar on stderr where that is a terminal, else a line there for each run that ends.
 
     Raises:
         UserError: a recipe that cannot be, a file in the way, another process that writes it, a device that is not
@@ -132,6 +133,8 @@ def _train(
         journal.add(row)
         rows[row["key"]] = row
         bar.update()
+        if show_progress and bar.disable:
+            print(progress_line(row, len(rows), len(wanted), recipe.training.metric), file=sys.stderr, flush=True)
 
     run = recipe.run
     checkpoints = None if run.checkpoints is None else Path(run.checkpoints)

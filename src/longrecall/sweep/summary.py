@@ -78,6 +78,15 @@ def summary_lines(rows: Sequence[Row], metric: str) -> list[str]:
     return lines
 
 
+def progress_line(row: Row, done: int, runs: int, metric: str) -> str:
+    """Return what the end of a run comes to in one line, the accuracy on every set of test rows in turn."""
+    model, values = _flat(row["model"]), [test[metric] for test in row.get("tests") or [row]]
+    words = f"{model['mixer']} {model['hidden_size']} wide, rate {row['learning_rate']:.3g}, seed {row['seed']}"
+    found = "/".join(map(_number, values))
+    time = "" if row["seconds"] is None else f", {row['seconds']:.0f} s"
+    return f"{done} of {runs}: {row['task']} {words}: {metric} {found}, {row['steps']:,} steps{time}, {row['status']}"
+
+
 def _flat(model: Mapping[str, Any]) -> dict[str, Any]:
     """The model's part of a row with a name first: ``gla+R0`` is GLA with retrieval in layer 0."""
     retrieval = model["retrieval"] or {}
