@@ -210,6 +210,8 @@ def test_a_spent_budget_leaves_the_rest(write: Write, capsys: pytest.CaptureFixt
         (["--set", "tasks.0.test=[{rows: 0}]"], "rows must be a whole number"),
         (["--set", "tasks.0.test=[{vocab_size: 32}]"], "vocab_size must be the same, got 16, 32"),
         (["--set", "training.patience=-1"], "patience"),
+        (["--set", "models.mlp={gla: 8}"], "mlp says nothing of retnet"),
+        (["--set", "models.mlp=-1"], "must be a width"),
         (["--set", "training.learning_rates={logspace: [1, 2]}"], "logspace"),
         (["--set", "training.learning_rates=[-1]"], "above 0"),
         (["--set", "training.metric=loss"], "metric"),

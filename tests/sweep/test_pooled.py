@@ -200,6 +200,8 @@ def test_blocks_of_the_benchmark(norm: Any, second: Any, tiny: dict[str, Any]) -
     expected = torch.nn.functional.layer_norm(y, (8,)) @ model.get_input_embeddings().weight.T
     # float64: the same sums in another order.
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-9, atol=1e-12)
+    tiny["models"] |= {"mlp": {"gla": 16, "others": 0}, "norm": "layer", "second_norm": {"retnet": True, "gla": False}}
+    assert {spec.model.mlp for spec in runs_of(SweepRecipe.from_dict(tiny))} == {16, 0}
     described = gla.model.description()
     assert described.get("norm", "rms") == ("layer" if norm == "layer" else "rms")
     assert trained(retnet).row()["parameters"] == sum(p.numel() for p in model.parameters())

@@ -270,7 +270,7 @@ def _models(recipe: SweepRecipe) -> list[ModelSpec]:
             width,
             depth,
             retrieval,
-            models.mlp,
+            models.block_of("mlp", label(mixer)),
             models.tie_embeddings,
             models.block_of("norm", label(mixer)),
             models.block_of("second_norm", label(mixer)),

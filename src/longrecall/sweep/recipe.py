@@ -105,6 +105,14 @@ def _layers_of(retrieval: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(layers)
 
 
+def _widths(value: Any) -> Any:
+    def check(item: Any) -> None:
+        if isinstance(item, bool) or not isinstance(item, int | str) or (isinstance(item, int) and item < 0):
+            raise UserError(f"must be a width, a number or like 3*width, or {{mixer: width}}; got {item!r}")
+
+    return _by_mixer(value, check)
+
+
 def _norms(value: Any) -> Any:
     return _by_mixer(value, lambda item: one_of("a norm", str(item), NORMS))
 
@@ -193,8 +201,8 @@ class ModelsRecipe:
     """Depths."""
     retrieval: Annotated[tuple[Settings | None, ...], _retrievals] = (None,)
     """null, or {layer: index or indices, ...options of the mixer type "retrieval"}."""
-    mlp: str | int = 0
-    """Inner width of a SwiGLU MLP behind every mixer, a number or like 3*width; 0 = none."""
+    mlp: Annotated[str | int | Settings, _widths] = 0
+    """Inner width of a SwiGLU MLP behind every mixer, a number or like 3*width; 0 = none; or {mixer: width, ...}."""
     tie_embeddings: bool = True
     """The output head is the embedding."""
     norm: Annotated[str | Settings, _norms] = RMS
@@ -206,7 +214,7 @@ class ModelsRecipe:
 
     def __post_init__(self) -> None:
         labels = [label(mixer) for mixer in self.mixers]
-        for name in ("norm", "second_norm"):
+        for name in ("mlp", "norm", "second_norm"):
             given = getattr(self, name)
             for key in given if isinstance(given, Mapping) else ():
                 if key not in (*labels, OTHERS):
@@ -217,11 +225,11 @@ class ModelsRecipe:
                 self.block_of(name, mixer)
         if self.final_norm is not None:
             one_of("final_norm", self.final_norm, NORMS)
-        if self.mlp and any(self.block_of("second_norm", mixer) for mixer in labels):
+        if any(self.block_of("mlp", mixer) and self.block_of("second_norm", mixer) for mixer in labels):
             raise UserError("second_norm is for models without an MLP: before an MLP there is a norm anyway")
 
     def block_of(self, name: str, mixer: str) -> Any:
-        """Return `norm` or `second_norm` of the mixer with this label; UserError where a mapping leaves it out."""
+        """Return `mlp`, `norm` or `second_norm` of the mixer with this label; UserError when a mapping lacks it."""
         given = getattr(self, name)
         if not isinstance(given, Mapping):
             return given
