@@ -165,6 +165,27 @@ def test_the_budget_leaves_checkpoints_that_resume_takes(make_spec: MakeSpec, tm
     assert rows == whole and running and not list(tmp_path.iterdir())
 
 
+def test_checkpoints_that_cannot_be_used(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write()
+    folder = recipe.parent / "stopped"
+    folder.write_text("a file")
+    words = ["sweep", str(recipe), "--set", f"run.checkpoints={folder}"]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "run.checkpoints" in error and "name a folder" in error and error.count("\n") == 1
+    assert not recipe.with_suffix(".json").exists()
+    folder.unlink()
+    # A damaged file fails its run alone, with --resume; from the start it is deleted.
+    key = runs_of(SweepRecipe.load(recipe))[0].key[:16]
+    folder.mkdir()
+    (folder / f"{key}.pt").write_bytes(b"no checkpoint")
+    assert main([*words, "--resume"]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 4 runs failed" in said and "is no checkpoint of a sweep" in said and "delete it" in said
+    assert main([*words, "--force"]) == 0
+    assert "failed" not in capsys.readouterr().out and not list(folder.iterdir())
+
+
 def test_rows_of_before_are_still_those_of_the_same_runs(tiny: dict[str, Any], pooled: dict[str, Any]) -> None:
     """The key of a plain run, as it was before there were sets, norms and patience."""
     tiny["tasks"] = [{"name": "mqar", "settings": {"vocab_size": 16, "length": 8, "pairs": 2}}]

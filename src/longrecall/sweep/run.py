@@ -18,6 +18,7 @@ from longrecall.sweep.grid import RunSpec, runs_of, shard
 from longrecall.sweep.journal import ADVICE, KIND, SCHEMA, Journal, shard_path
 from longrecall.sweep.recipe import SweepRecipe
 from longrecall.sweep.scheduler import choose_device, train_all
+from longrecall.sweep.slots import checkpoint_of
 from longrecall.sweep.summary import best_rows, progress_line, summary_lines
 from longrecall.version import __version__
 
@@ -98,7 +99,8 @@ def run_sweep(
         journal = Journal(recipe.run.output, shard_of, resume)
         rows = _earlier(journal, wanted, retry)
         left = [spec for spec in wanted if spec.key not in rows]
-        _train(recipe, left, rows, device, journal, wanted, show_progress)
+        checkpoints = _checkpoint_folder(recipe, [] if resume else wanted)
+        _train(recipe, left, rows, device, journal, wanted, show_progress, checkpoints)
     ordered = [rows[spec.key] for spec in wanted if spec.key in rows]
     return SweepSummary(journal.path, len(wanted), ordered, recipe.training.metric)
 
@@ -114,6 +116,21 @@ def _earlier(journal: Journal, wanted: list[RunSpec], retry: bool) -> dict[str, 
     return {key: row for key, row in journal.done.items() if key in keys and not (retry and row["status"] == "failed")}
 
 
+def _checkpoint_folder(recipe: SweepRecipe, anew: list[RunSpec]) -> Path | None:
+    """Return the folder of stopped runs, made if need be; those that are to begin anew are deleted."""
+    if recipe.run.checkpoints is None:
+        return None
+    folder = Path(recipe.run.checkpoints)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for spec in anew:
+            checkpoint_of(spec, folder).unlink(missing_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"run.checkpoints {folder} cannot be used: {reason}; name a folder") from None
+    return folder
+
+
 def _train(
     recipe: SweepRecipe,
     left: list[RunSpec],
@@ -122,6 +139,7 @@ def _train(
     journal: Journal,
     wanted: list[RunSpec],
     show_progress: bool,
+    checkpoints: Path | None,
 ) -> None:
     """Add the rows of the runs that are `left` to `rows` and write the result file; interrupted, the journal stays."""
     journal.start()
@@ -137,7 +155,6 @@ def _train(
             print(progress_line(row, len(rows), len(wanted), recipe.training.metric), file=sys.stderr, flush=True)
 
     run = recipe.run
-    checkpoints = None if run.checkpoints is None else Path(run.checkpoints)
     how = (run.processes, running.append, run.matmul_precision, checkpoints)
     try:
         train_all(left, device, run.parallel, deadline, keep, *how)

@@ -36,7 +36,7 @@ class Slots:
         on_row: gets the row of every run that has ended.
         no_room: gets a run for which the memory was too small although nothing else trains here; without it such a run
             has failed.
-        checkpoints: a folder in which `running` leaves what is in training, and from which it goes on.
+        checkpoints: a folder, which is there, in which `running` leaves what is in training, and from which it goes on.
     """
 
     def __init__(
@@ -91,7 +91,6 @@ class Slots:
     def running(self) -> list[Row]:
         """Return the rows, as they are by now, of the runs that are in training, and write their checkpoints."""
         if self._checkpoints is not None:
-            self._checkpoints.mkdir(parents=True, exist_ok=True)
             for slot in list(self._active):
                 self._park(slot)
         return [run.row() for run, _ in self._active]
@@ -105,18 +104,15 @@ class Slots:
         except StopIteration:
             self._finish(slot)
         else:
-            run.save(self._checkpoint_of(run.spec))
-
-    def _checkpoint_of(self, spec: RunSpec) -> Path:
-        assert self._checkpoints is not None
-        return self._checkpoints / f"{spec.key[:16]}.pt"
+            assert self._checkpoints is not None
+            run.save(checkpoint_of(run.spec, self._checkpoints))
 
     def _finish(self, slot: tuple[ModelRun, Iterator[bool]]) -> None:
         run = slot[0]
         self._on_row(run.row())
         self._end(slot)
         if self._checkpoints is not None:
-            self._checkpoint_of(run.spec).unlink(missing_ok=True)
+            checkpoint_of(run.spec, self._checkpoints).unlink(missing_ok=True)
 
     def _next(self) -> RunSpec | None:
         spec, self._waiting = self._waiting, None
@@ -128,8 +124,8 @@ class Slots:
     def _start(self, spec: RunSpec) -> None:
         try:
             run = ModelRun(spec, *self._cells.of(spec), self._device)
-            if self._checkpoints is not None and self._checkpoint_of(spec).exists():
-                run.load(self._checkpoint_of(spec))
+            if self._checkpoints is not None and (path := checkpoint_of(spec, self._checkpoints)).exists():
+                run.load(path)
         except Exception as error:  # the row says what was wrong
             if _out_of_memory(error) and self._active:
                 # There is room again when one of the others ends.
@@ -166,6 +162,11 @@ class Slots:
         """Stop what still runs; its memory is given back."""
         for slot in list(self._active):
             self._end(slot)
+
+
+def checkpoint_of(spec: RunSpec, folder: Path) -> Path:
+    """Return where a run that was stopped is kept."""
+    return folder / f"{spec.key[:16]}.pt"
 
 
 def paced(run: ModelRun) -> Iterator[bool]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longrecall.errors import UserError
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.sweep.buffers import Buffers, Shape, shape_of
 from longrecall.sweep.examples import Sets, epoch_order, epoch_steps
@@ -288,7 +289,10 @@ class ModelRun:
     @torch.no_grad()
     def load(self, path: Path) -> None:
         """Go on from what `save` wrote; before the first step."""
-        data = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            data = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch and pickle have many
+            raise UserError(f"{path} is no checkpoint of a sweep; delete it") from error
         self.step, self.seconds = data["step"], data["seconds"]
         self.outcome, *self.outcomes = (Outcome.from_dict(outcome) for outcome in data["outcomes"])
         self.patience = Patience(**data["patience"])
