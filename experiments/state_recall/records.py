@@ -12,6 +12,8 @@ from experiments.state_recall.arms import EQUAL, parts_of
 
 TREND, ABLATION = "state_recall_trend*.json", "state_recall_ablation*.json"
 """Files of each study; its seeds may be runs of their own."""
+ABLATION_8 = "state_recall_e8_ablation*.json"
+"""The ablation at the factor of the paper's table 7, where it was run."""
 MIXERS = {"gated_delta_net": "Gated DeltaNet", "gla": "GLA", "transformer": "Transformer"}
 KINDS = {"number": "numbers", "uuid": "UUIDs"}
 FORMS = {
@@ -51,6 +53,11 @@ def joined(pattern: str) -> Record:
     if not runs:
         raise FileNotFoundError(f"no {pattern} in {pages.RESULTS}")
     return {**runs[0], "results": [row for run in runs for row in run["results"]], "runs": runs}
+
+
+def recorded(pattern: str) -> bool:
+    """Whether there are files of a study."""
+    return any(pages.RESULTS.glob(pattern))
 
 
 def models(record: Record, mixer: str) -> list[Row]:

@@ -22,6 +22,7 @@ from experiments.common.pages import number, table
 from experiments.state_recall.arms import EQUAL, parts_of
 from experiments.state_recall.records import (
     ABLATION,
+    ABLATION_8,
     FORMS,
     KINDS,
     MIXERS,
@@ -44,6 +45,7 @@ from experiments.state_recall.records import (
     longest,
     reached,
     recall_at,
+    recorded,
     seed_spread,
     share,
 )
@@ -270,7 +272,12 @@ def peak_rates(rows: list[Row]) -> str:
 def tables() -> dict[str, str]:
     """Every table of the page by the name in its marker."""
     record, ablation = joined(TREND), joined(ABLATION)
+    at_8 = {}
+    if recorded(ABLATION_8):
+        later = joined(ABLATION_8)
+        at_8 = {"ablation at 8": ablation_table(later), "ablation at 8 in words": ablation_words(later, record)}
     return {
+        **at_8,
         "runs": settings_table(record, ablation),
         "in short": short_table(record),
         "recall of numbers": lengths_table(record, "number"),

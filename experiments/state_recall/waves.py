@@ -26,6 +26,7 @@ def arguments(given: list[str] | None = None) -> tuple[argparse.Namespace, list[
     )
     parser.add_argument("--study", choices=("trend", "ablation"), required=True)
     parser.add_argument("--out", type=Path, required=True, help="a folder; waves that are in it are not run again")
+    parser.add_argument("--name", help="with which the files begin; without it state_recall_STUDY")
     parser.add_argument("--minutes", type=float, default=9.0, help="of this call")
     parser.add_argument("--seeds", type=int, default=8, help="in all")
     parser.add_argument("--first-seed", type=int, default=0)
@@ -37,7 +38,7 @@ def arguments(given: list[str] | None = None) -> tuple[argparse.Namespace, list[
 
 def wave_file(args: argparse.Namespace, seed: int) -> Path:
     """The file of the wave that begins with this seed."""
-    path: Path = args.out / f"state_recall_{args.study}_seed{seed}.json"
+    path: Path = args.out / f"{args.name or f'state_recall_{args.study}'}_seed{seed}.json"
     return path
 
 

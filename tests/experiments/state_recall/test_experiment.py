@@ -245,5 +245,10 @@ def test_a_small_run_gives_tables_and_a_figure(corpus: Path, tmp_path: Path, mon
     assert "| GLA, equal parameters | 1 |" in made["over seeds"]
     assert made["exponents over seeds"].count("| 0 |  |  |") == 8  # nothing was learned: all on the plateau
     assert "| Gated DeltaNet | 2 | 256 |" in made["recall of numbers"] and "more heads" in made["ablation"]
+    assert "ablation at 8" not in made
+    (tmp_path / "state_recall_ablation.json").replace(tmp_path / "state_recall_e8_ablation_seed0.json")
+    assert records.recorded(records.ABLATION_8) and not records.recorded(records.ABLATION)
+    (tmp_path / "state_recall_ablation.json").write_text(json.dumps(ablation))
+    assert report.tables()["ablation at 8"] == made["ablation"]
     report.draw(tmp_path)
     assert "Gated DeltaNet, UUIDs" in (tmp_path / "state_recall.svg").read_text()

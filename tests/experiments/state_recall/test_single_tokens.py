@@ -123,5 +123,6 @@ def test_waves_run_once_and_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "state_recall_trend_seed0.json",
         "state_recall_trend_seed1.json",
     ]
+    assert waves.wave_file(waves.arguments([*words, "--name", "x"])[0], 5).name == "x_seed5.json"
     waves.main(words)
     assert asked[-1][asked[-1].index("--first-seed") + 1] == "2" and len(list(tmp_path.glob("*.json"))) == 3
