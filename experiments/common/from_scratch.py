@@ -37,25 +37,16 @@ class FreshRun(Run):
         super().__init__(model, plan, steps, ids, labels)
         self._cut_steps: dict[int, Callable[[], None]] = {}
         for self.pieces in cuts:
-            self._cut_steps[self.pieces] = self.captured.record(self._step)
+            self._cut_steps[self.pieces] = self.captured.also(self._step)
         self.pieces = 1
-        with self.captured.on_stream():
-            # What the eager runs before a recording left in the optimizer.
-            for values in self.optimizer.state.values():
-                for tensor in values.values():
-                    tensor.zero_()
 
     def advance(self, step: int) -> None:
         """Enqueue one training step over rows of which each is cut into `pieces`."""
         if self.pieces == 1:
             super().advance(step)
             return
-        captured = self.captured
-        if captured.stream is not None:
-            captured.stream.wait_stream(torch.cuda.current_stream(captured.stream.device))
-        with captured.on_stream():
-            captured.set_rates(rate_factor(step, self.steps, self.plan))
-            self._cut_steps[self.pieces]()
+        factor = rate_factor(step, self.steps, self.plan)
+        self.captured.run(lambda: self.captured.set_rates(factor), work=self._cut_steps[self.pieces])
 
     def release(self) -> None:
         """Forget all recordings and their memory; the run cannot go on."""

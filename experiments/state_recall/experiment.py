@@ -1,9 +1,11 @@
 """Recall length by state size: small models from scratch whose states differ by the factor of their expansion.
 
 `--study trend` trains Gated DeltaNet and GLA with head-wise expansion by 1, 2, 4 and 8, and a Transformer, with several
-seeds (figure 2 of "Scaling up the State Size of RNN LLMs for Long-Context Scenarios"). `--study ablation` trains Gated
-DeltaNet at factor 4 in every other form of expansion (its tables 7 and 8). All models read the same bytes, side by
-side. Then the share of needles recalled whole is measured at growing lengths, which gives the maximum recall lengths.
+seeds (figure 2 of "Scaling up the State Size of RNN LLMs for Long-Context Scenarios"); with `--equal` also models of
+the smaller factors with as many parameters as the largest has. `--study ablation` trains Gated DeltaNet at factor 4 in
+every other form of expansion (its tables 7 and 8). All models read the same bytes, side by side. Then the share of
+needles recalled whole is measured at growing lengths, which gives the maximum recall lengths. `waves.py` runs a study
+seed by seed.
 Usage: python -m experiments.state_recall.experiment --study trend \\
            --corpus BOOKS --validation OTHER_BOOKS --out FILE.json
 """
@@ -28,8 +30,11 @@ from experiments.common.from_scratch import FreshRun, moved, start, tokens_of, t
 from experiments.common.measure import answers_right, bits_per_byte
 from experiments.common.mixture import Books
 from experiments.common.models import build
+from experiments.state_recall.arms import arm_name, equal_widths, parts_of
 from experiments.state_recall.needle_rows import KINDS, LINE, WIDTHS, Mixture, Rows, needle_exam, prose_exam
 from longrecall.evaluation.recall_search import THRESHOLDS, maximum_lengths
+from longrecall.models.accounting import account
+from longrecall.models.config import RecurrentConfig
 
 FACTORS = (1, 2, 4, 8)
 RATES = (("gla", 3e-3), ("transformer", 1e-3))
@@ -58,17 +63,21 @@ LOSS_EVERY = 50
 """Steps from one recorded loss to the next."""
 
 
-def described_model(mixer: dict[str, Any], layers: int, args: argparse.Namespace) -> dict[str, Any]:
-    """A model of `layers` layers, each `mixer` and a SwiGLU MLP."""
-    layer = {"mixer": mixer, "mlp_size": args.mlp}
+def described_model(
+    mixer: dict[str, Any], layers: int, args: argparse.Namespace, mlp: int | None = None
+) -> dict[str, Any]:
+    """A model of `layers` layers, each `mixer` and a SwiGLU MLP; `mlp`: its inner width where it is another."""
+    layer = {"mixer": mixer, "mlp_size": args.mlp if mlp is None else mlp}
     return {"hidden_size": args.width, "layers": [layer] * layers, "initializer_range": args.init}
 
 
-def recurrent(mixer: str, expansion: dict[str, Any] | None, args: argparse.Namespace) -> dict[str, Any]:
+def recurrent(
+    mixer: str, expansion: dict[str, Any] | None, args: argparse.Namespace, mlp: int | None = None
+) -> dict[str, Any]:
     """A model of `mixer` layers, each with a SwiGLU MLP."""
     sizes = {"num_heads": args.heads, "key_dim": args.head_dim, "value_dim": args.head_dim, "conv_width": 4}
     described = {"type": mixer, **sizes} | ({"expansion": expansion} if expansion else {})
-    return described_model(described, args.layers, args)
+    return described_model(described, args.layers, args, mlp)
 
 
 def transformer(args: argparse.Namespace) -> dict[str, Any]:
@@ -82,15 +91,25 @@ def transformer(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def described_models(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Name -> what the model is; names are ``mixer:factor`` in the trend, ``form`` in the ablation."""
+    """Name -> what the model is; names are those of `arms` in the trend, ``form`` in the ablation."""
     if args.study == "ablation":
-        forms = {form: how and {**how, "factor": ABLATION_FACTOR} for form, how in FORMS.items()}
+        forms = {form: how and {**how, "factor": args.ablation_factor} for form, how in FORMS.items()}
         return {form: recurrent("gated_delta_net", how, args) for form, how in forms.items()}
     models = {}
     for mixer in ("gated_delta_net", "gla"):
-        for factor in args.factors:
+
+        def of_factor(factor: int, mlp: int | None = None, mixer: str = mixer) -> dict[str, Any]:
             how = {"kind": "headwise", "factor": factor} if factor > 1 else None
-            models[f"{mixer}:{factor}"] = recurrent(mixer, how, args)
+            return recurrent(mixer, how, args, mlp)
+
+        def parameters(factor: int, mlp: int, of_factor: Any = of_factor) -> int:
+            return account(RecurrentConfig(**of_factor(factor, mlp))).parameters
+
+        models |= {arm_name(mixer, factor): of_factor(factor) for factor in args.factors}
+        if args.equal:
+            widths = equal_widths(args.factors, parameters, args.mlp)
+            smaller = [factor for factor in args.factors if factor != max(args.factors)]
+            models |= {arm_name(mixer, factor, True): of_factor(factor, widths[factor]) for factor in smaller}
     return models | {"transformer": transformer(args)}
 
 
@@ -221,6 +240,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--first-seed", type=int, default=0, help="seeds of one study may be runs of their own")
     parser.add_argument("--factors", type=int, nargs="+", default=FACTORS)
+    parser.add_argument("--equal", action="store_true", help="also models with the parameters of the largest factor")
+    parser.add_argument("--ablation-factor", type=int, default=ABLATION_FACTOR)
     parser.add_argument("--only", nargs="+", help="train these models alone")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--rates", type=family_rate, nargs="*", default=RATES, help="MIXER:RATE, where it is another")
@@ -271,7 +292,7 @@ def begun(args: argparse.Namespace, device: str) -> list[FreshRun]:
         for name, description in descriptions.items():
             if args.only and name not in args.only:
                 continue
-            key, rate = f"{name}/{seed}", dict(args.rates).get(name.split(":")[0], args.learning_rate)
+            key, rate = f"{name}/{seed}", dict(args.rates).get(parts_of(name)[0], args.learning_rate)
             makes[key] = functools.partial(build, description, args.length, seed, device)
             plans[key] = Plan(key, rate, warmup=100, hold=args.hold, seed=seed)
     ids = torch.zeros(sum(args.rows), args.length, dtype=torch.long, device=device)

@@ -7,10 +7,13 @@ import statistics
 from typing import Any
 
 from experiments.common import pages
-from experiments.common.intervals import T_QUANTILES, Line, line, rank_correlation
+from experiments.common.intervals import Line, bootstrap, line, rank_correlation, t_quantile
+from experiments.state_recall.arms import EQUAL, parts_of
 
 TREND, ABLATION = "state_recall_trend*.json", "state_recall_ablation*.json"
 """Files of each study; its seeds may be runs of their own."""
+ABLATION_8 = "state_recall_e8_ablation*.json"
+"""The ablation at the factor of the paper's table 7, where it was run."""
 MIXERS = {"gated_delta_net": "Gated DeltaNet", "gla": "GLA", "transformer": "Transformer"}
 KINDS = {"number": "numbers", "uuid": "UUIDs"}
 FORMS = {
@@ -52,15 +55,27 @@ def joined(pattern: str) -> Record:
     return {**runs[0], "results": [row for run in runs for row in run["results"]], "runs": runs}
 
 
+def recorded(pattern: str) -> bool:
+    """Whether there are files of a study."""
+    return any(pages.RESULTS.glob(pattern))
+
+
 def models(record: Record, mixer: str) -> list[Row]:
-    """The rows of a mixer by state size, then seed; a name is ``mixer:factor`` or ``mixer``."""
+    """The rows of a mixer by state size, then seed; a name is ``mixer:factor`` or ``mixer``.
+
+    ``mixer=`` are those with the parameters of the largest factor.
+    """
     rows = [row for row in record["results"] if row["model"].split(":")[0] == mixer]
+    if rows and mixer.endswith(EQUAL):
+        # The largest factor is trained once, for both arms.
+        plain = [row for row in record["results"] if row["model"].split(":")[0] == mixer.removesuffix(EQUAL)]
+        rows += [row for row in plain if factor(row) == max(map(factor, plain))]
     return sorted(rows, key=lambda row: (row["state_size"], row["seed"]))
 
 
 def factor(row: Row) -> int:
     """Of the expansion; 1 = none."""
-    return int(row["model"].partition(":")[2] or 1)
+    return parts_of(row["model"])[1]
 
 
 def by_factor(record: Record, mixer: str) -> dict[int, list[Row]]:
@@ -91,6 +106,34 @@ def fitted(
     x, y = [size for size, _ in known], [length for _, length in known]
     some = [(math.log2(a), math.log2(b)) for a, b in zip(x, y, strict=True) if b]
     return line(x, y), line([a for a, _ in some], [b for _, b in some]), len(rows) - len(known)
+
+
+PLATEAU = 0.5
+"""Recall over the shortest texts of a run that has left the plateau of guessing."""
+
+
+def left_plateau(row: Row, haystack: str = "needles:number") -> bool:
+    """Whether a run has learned the task at all."""
+    point = min(row["points"][haystack], key=lambda point: int(point["length"]))
+    return bool(point["right"] / point["asked"] >= PLATEAU)
+
+
+def exponent_over_seeds(
+    record: Record, mixer: str, haystack: str, threshold: float, measure: str = WHOLE
+) -> tuple[float | None, tuple[float, float] | None, int]:
+    """Exponent of recall length by state size, its 95% bootstrap over seeds, and its runs: those off the plateau.
+
+    A run that recalls nothing has no logarithm and is left out, as is one that recalls the longest text.
+    """
+    groups = [list(filter(left_plateau, rows)) for rows in by_factor(record, mixer).values()]
+
+    def slope(drawn: list[list[Row]]) -> float | None:
+        known = [(row["state_size"], reached(row, haystack, threshold, measure), row) for rows in drawn for row in rows]
+        some = [(math.log2(a), math.log2(b)) for a, b, row in known if 0 < b < longest(row, haystack)]
+        fitted = line([a for a, _ in some], [b for _, b in some])
+        return None if fitted is None else fitted.slope
+
+    return slope(groups), bootstrap(groups, slope), sum(map(len, groups))
 
 
 def share(row: Row, haystack: str) -> float:
@@ -128,7 +171,7 @@ def difference_half(record: Record) -> float | None:
         return None
     variance = sum(statistics.variance(values) * (len(values) - 1) for values in spreads if len(values) > 1) / degrees
     many = min(len(values) for values in spreads)
-    return T_QUANTILES[degrees - 1] * math.sqrt(2 * variance / many)
+    return t_quantile(degrees) * math.sqrt(2 * variance / many)
 
 
 def seed_spread(record: Record) -> float:

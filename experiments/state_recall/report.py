@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common import pages
+from experiments.common.intervals import bootstrap
 from experiments.common.pages import number, table
+from experiments.state_recall.arms import EQUAL, parts_of
 from experiments.state_recall.records import (
     ABLATION,
+    ABLATION_8,
     FORMS,
     KINDS,
     MIXERS,
@@ -34,12 +37,15 @@ from experiments.state_recall.records import (
     by_factor,
     difference,
     difference_half,
+    exponent_over_seeds,
     fitted,
     forms,
     joined,
+    left_plateau,
     longest,
     reached,
     recall_at,
+    recorded,
     seed_spread,
     share,
 )
@@ -109,6 +115,46 @@ def mean_length(rows: list[Row], haystack: str, threshold: float, measure: str) 
     values = [reached(row, haystack, threshold, measure) for row in rows]
     beyond = any(value == longest(row, haystack) for value, row in zip(values, rows, strict=True))
     return f"{'≥ ' if beyond else ''}{statistics.mean(values):.0f}"
+
+
+def arms(record: Record) -> dict[str, str]:
+    """Mixers with a state, and those of equal parameters where there are any, by what they are called."""
+    names = {mixer: MIXERS[mixer] for mixer in ("gated_delta_net", "gla")}
+    equal = {f"{mixer}{EQUAL}": f"{name}, equal parameters" for mixer, name in names.items()}
+    return {mixer: name for mixer, name in (names | equal).items() if by_factor(record, mixer)}
+
+
+def seeds_table(record: Record) -> str:
+    """Runs that left the plateau of guessing, and their mean recall of numbers with its bootstrap over the seeds."""
+    lines = []
+    for mixer, name in arms(record).items():
+        for many, rows in by_factor(record, mixer).items():
+            off = [share(row, "needles:number") for row in rows if left_plateau(row)]
+            interval = bootstrap([off], lambda drawn: statistics.mean(drawn[0]) if drawn else None)
+            mean = between(statistics.mean(off) if off else None, interval)
+            lines.append([name, str(many), f"{rows[0]['parameters']:,}", f"{len(off)} of {len(rows)}", mean])
+    heads = ["model", "E", "parameters", "left the plateau", "numbers, mean recall of these"]
+    return table(heads, lines, texts=1)
+
+
+def exponents_table(record: Record) -> str:
+    """Exponents of recall length by state size at the lowest threshold, with bootstraps over the seeds."""
+    lines, threshold = [], record["thresholds"][0]
+    for (mixer, name), (kind, values) in itertools.product(arms(record).items(), KINDS.items()):
+        found = [
+            exponent_over_seeds(record, mixer, f"needles:{kind}", threshold, measure) for measure in (WHOLE, SINGLE)
+        ]
+        cells = [between(slope, interval) for slope, interval, _ in found]
+        lines.append([name, values, str(found[0][2]), *cells])
+    return table(["model", "values", "runs off the plateau", "exponent, whole values", "characters"], lines)
+
+
+def between(value: float | None, interval: tuple[float, float] | None) -> str:
+    """A number with its interval, as far as they are known."""
+    if value is None:
+        return ""
+    ends = "" if interval is None else f" ({number(interval[0], digits=2)} to {number(interval[1], digits=2)})"
+    return number(value, digits=2) + ends
 
 
 def with_half(value: float, half: float | None, digits: int, signed: bool = False) -> str:
@@ -219,14 +265,19 @@ def peak_rates(rows: list[Row]) -> str:
     first, others = rows[0]["learning_rate"], dict[str, float]()
     for row in rows:
         if row["learning_rate"] != first:
-            others[MIXERS[row["model"].split(":")[0]]] = row["learning_rate"]
+            others[MIXERS[parts_of(row["model"])[0]]] = row["learning_rate"]
     return ", ".join([f"{first:g}", *(f"{name} {rate:g}" for name, rate in others.items())])
 
 
 def tables() -> dict[str, str]:
     """Every table of the page by the name in its marker."""
     record, ablation = joined(TREND), joined(ABLATION)
+    at_8 = {}
+    if recorded(ABLATION_8):
+        later = joined(ABLATION_8)
+        at_8 = {"ablation at 8": ablation_table(later), "ablation at 8 in words": ablation_words(later, record)}
     return {
+        **at_8,
         "runs": settings_table(record, ablation),
         "in short": short_table(record),
         "recall of numbers": lengths_table(record, "number"),
@@ -236,6 +287,8 @@ def tables() -> dict[str, str]:
         "characters of UUIDs": lengths_table(record, "uuid", SINGLE),
         "lines of characters": fits_table(record, SINGLE),
         "mean recall": shares_table(record),
+        "over seeds": seeds_table(record),
+        "exponents over seeds": exponents_table(record),
         "numbers by length": curves_table(record, "needles:number", NUMBER_LENGTHS),
         "prose by length": curves_table(record, "prose:uuid", PROSE_LENGTHS),
         "ablation": ablation_table(ablation),

@@ -49,6 +49,7 @@ MORE: dict[str, dict[str, Any]] = {
     "mlp": {"type": "mlp", "inner_size": 24},
     "mlp_no_gate": {"type": "mlp", "inner_size": 24, "gated": False, "activation": "relu2", "bias": True},
     "mlp_biases": {"type": "mlp", "inner_size": 24, "activation": "gelu", "bias": True, "output_multiplier": 0.5},
+    "identity": {"type": "identity"},
     "moe": {"type": "moe", "num_experts": 4, "top_k": 2, "inner_size": 8},
     "moe_shared": {
         "type": "moe",

@@ -104,6 +104,29 @@ def test_every_mixer_can_be_recorded(tiny: dict[str, Any], mixer: str, retrieval
     assert [e[1] for e in gpu.history] == pytest.approx([e[1] for e in cpu.history], rel=1e-2)
 
 
+def test_pooled_sets_can_be_recorded_and_go_on(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """A recording for each length; a second run begins where the first one was written, in the middle of an epoch."""
+    sets = {"train": [{"length": 8, "pairs": 2}, {"length": 12, "pairs": 3}], "test": [{"length": 16, "pairs": 4}]}
+    tiny["tasks"] = [{"name": "mqar", "settings": {"vocab_size": 16}, **sets}]
+    tiny["models"] |= {"norm": "layer", "second_norm": True}
+    tiny["training"] |= {"epochs": 4, "dropout": 0.1, "schedule": "constant"}
+    spec = runs_of(SweepRecipe.from_dict(tiny))[0]
+    gpu, cpu = trained(spec, GPU), trained(spec, CPU)
+    first = ModelRun(spec, *Cells(GPU).of(spec), GPU)
+    work = first.work()
+    while first.step < 9 or first.evaluating:
+        next(work)
+    first.save(tmp_path / "x.pt")
+    again = ModelRun(spec, *Cells(GPU).of(spec), GPU)
+    again.load(tmp_path / "x.pt")
+    for _ in again.work():
+        pass
+    losses = [[entry[1] for entry in run.history] for run in (gpu, cpu, again)]
+    # The CPU draws another dropout; the GPU's sums have no fixed order.
+    assert losses[0] == pytest.approx(losses[1], rel=5e-2)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-3)
+
+
 def test_compression_can_be_recorded(make_spec: MakeSpec) -> None:
     spec = make_spec("tasks.0.name=mad_compression", "tasks.0.settings={vocab_size: 16, length: 8}")
     gpu, cpu = trained(spec, GPU), trained(spec, CPU)

@@ -11,6 +11,7 @@ from longrecall.sweep.grid import parse_shard, runs_of, shard, sizes
 from longrecall.sweep.mixers import DEFAULTS, label, sized
 from longrecall.sweep.recipe import SweepRecipe, TaskRecipe
 from longrecall.tasks.mad.settings import mad_settings
+from longrecall.tasks.published import BASED_TRAINING, RESONA_LENGTHS, MqarSetting
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "sweeps"
 
@@ -98,7 +99,11 @@ def test_shards_share_the_runs(tiny: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "runs"),
-    [("mqar_smoke", 2), ("mqar_table11", 6 * 3 * 4 * 4 * 4), ("mad_baseline", 6 * 3 * 2 * 3 * 2), ("mad_full", 396)],
+    [
+        *(("mqar_smoke", 2), ("mqar_table11", 6 * 3 * 4 * 4 * 4), ("mad_baseline", 6 * 3 * 2 * 3 * 2)),
+        *(("mad_full", 396), ("mqar_table11_pooled", 6 * 4 * 4 * 3), ("mqar_table11_hard", 6 * 2 * 4 * 4 * 2)),
+        ("mad_four_blocks", 6 * 5 * 9 * 3 * 3 * 2),
+    ],
 )
 def test_shipped_recipes(recipe: str, runs: int) -> None:
     assert len(runs_of(SweepRecipe.load(RECIPES / f"{recipe}.yaml"))) == runs
@@ -108,3 +113,14 @@ def test_the_full_mad_recipe_has_the_published_cells() -> None:
     runs = runs_of(SweepRecipe.load(RECIPES / "mad_full.yaml"))
     cells = {(run.task, tuple(sorted(run.settings.items())), run.train) for run in runs}
     assert cells == {(s.task, tuple(sorted(s.settings.items())), s.train) for s in mad_settings()}
+
+
+def test_the_pooled_recipe_has_the_published_sets_and_blocks() -> None:
+    runs = runs_of(SweepRecipe.load(RECIPES / "mqar_table11_pooled.yaml"))
+    for run in runs[:1]:
+        sets = [MqarSetting(s.settings["length"], s.settings["pairs"], s.rows, 0, True, s.batch_size) for s in run.pool]
+        assert sets == list(BASED_TRAINING) and all(part.settings["filler"] for part in (*run.pool, *run.tests))
+        assert [(part.settings["length"], part.rows) for part in run.tests] == [(n, 1000) for n in RESONA_LENGTHS]
+    blocks = {(run.model.label.partition("+")[0], run.model.norm, run.model.second_norm) for run in runs}
+    assert blocks == {(m, "rms", False) if "mamba" in m else (m, "layer", True) for m, _, _ in blocks}
+    assert len(blocks) == 6

@@ -24,6 +24,7 @@ from longrecall.tasks.published import (
 from longrecall.tasks.sequence_registry import sequence_task_names
 from longrecall.tasks.sequence_scores import (
     macro_accuracy,
+    mad_accuracy,
     query_accuracy,
     shared_rows,
     token_accuracy,
@@ -31,7 +32,7 @@ from longrecall.tasks.sequence_scores import (
 )
 
 Score = Callable[[np.ndarray, np.ndarray], float]
-SCORES: tuple[Score, ...] = (token_accuracy, query_accuracy, whole_accuracy, macro_accuracy)
+SCORES: tuple[Score, ...] = (token_accuracy, query_accuracy, whole_accuracy, macro_accuracy, mad_accuracy)
 
 
 def test_a_case_by_hand() -> None:
@@ -42,6 +43,16 @@ def test_a_case_by_hand() -> None:
     assert whole_accuracy(said, labels) == 1 / 2
     # Tokens 5, 6 and 7 are asked for, 1/2, 1 and 1 of them right; 8 is said once and never right.
     assert macro_accuracy(said, labels) == pytest.approx((1 / 2 + 1 + 1 + 0) / 4)
+
+
+def test_mad_accuracy_is_the_mean_over_batches_of_128_rows() -> None:
+    """130 rows of one label each: 127 of 128 right and one said that nobody asks for, then both of 2 right."""
+    labels = np.full((130, 1), 3)
+    said = labels.copy()
+    said[5] = 4
+    first = (127 / 128 + 0) / 2
+    assert mad_accuracy(said, labels) == pytest.approx((128 * first + 2 * 1.0) / 130)
+    assert macro_accuracy(said, labels) == pytest.approx((129 / 130 + 0) / 2)
 
 
 @settings(max_examples=80, deadline=None)

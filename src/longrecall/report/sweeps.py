@@ -17,7 +17,7 @@ from longrecall.tasks.published import (
 )
 
 _DEFAULT_METRIC = "accuracy"
-_PUBLISHED_MIXERS = {"rwkv5": "rwkv"}
+_PUBLISHED_MIXERS = {"rwkv4": "rwkv", "rwkv5": "rwkv"}
 """Our name -> the name in table 11, where they differ."""
 _PUBLISHED_LAYERS = 4
 

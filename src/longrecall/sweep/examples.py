@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from longrecall.sweep.grid import RunSpec
+from longrecall.sweep.grid import Part, RunSpec
 from longrecall.sweep.predictor import IGNORE
 from longrecall.tasks.sequences import Split, sequence_batch
 
@@ -46,10 +47,9 @@ def label_places(labels: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(targets == IGNORE, 0, positions), targets
 
 
-def draw_examples(spec: RunSpec, split: Split, device: torch.device) -> Examples:
-    """Draw a split of a run's cell; UserError when its settings cannot be."""
-    rows = spec.train if split == "train" else spec.test
-    ids, labels = map(torch.from_numpy, sequence_batch(spec.create_task(), split, spec.data_seed, rows))
+def draw_examples(spec: RunSpec, part: Part, split: Split, device: torch.device) -> Examples:
+    """Draw one set of a split of a run's cell; UserError when its settings cannot be."""
+    ids, labels = map(torch.from_numpy, sequence_batch(spec.task_of(part), split, spec.data_seed, part.rows))
     positions, targets = label_places(labels)
     return Examples(
         torch.cat([ids, ids.new_zeros(1, ids.shape[1])]).to(device),
@@ -58,21 +58,39 @@ def draw_examples(spec: RunSpec, split: Split, device: torch.device) -> Examples
     )
 
 
+Sets = tuple[Examples, ...]
+"""The examples of every set that a run is trained, or tested, on."""
+
+
 class Cells:
     """The training and test examples of cells, drawn once for all runs that follow each other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._kept: OrderedDict[tuple[str, str], tuple[Examples, Examples]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], tuple[Sets, Sets]] = OrderedDict()
 
-    def of(self, spec: RunSpec) -> tuple[Examples, Examples]:
+    def of(self, spec: RunSpec) -> tuple[Sets, Sets]:
         """Return (train, test) of a run's cell."""
         if spec.cell not in self._kept:
-            drawn = draw_examples(spec, "train", self._device), draw_examples(spec, "test", self._device)
-            self._kept[spec.cell] = drawn
+            train = tuple(draw_examples(spec, part, "train", self._device) for part in spec.train_parts)
+            test = tuple(draw_examples(spec, part, "test", self._device) for part in spec.test_parts)
+            self._kept[spec.cell] = train, test
             while len(self._kept) > MOST_CELLS:
                 self._kept.popitem(last=False)
         return self._kept[spec.cell]
+
+
+def epoch_steps(sizes: Sequence[tuple[int, int]], shuffle: bool, seed: int, epoch: int) -> list[tuple[int, Tensor]]:
+    """Return the steps of an epoch: each a set's number and the rows of it, int64 ``[batch]`` on the CPU.
+
+    `sizes`: rows and batch size of every set. A step has rows of one set, since another has rows of another length. As
+    they are, the sets come one after the other (so has zoology's code them); with `shuffle` their steps are mixed.
+    """
+    orders = [epoch_order(rows, batch, shuffle, seed, epoch) for rows, batch in sizes]
+    steps = [(index, rows) for index, order in enumerate(orders) for rows in order]
+    if not shuffle or len(sizes) == 1:
+        return steps
+    return [steps[place] for place in torch.randperm(len(steps), generator=_generator(seed, epoch)).tolist()]
 
 
 def epoch_order(rows: int, batch: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
@@ -82,8 +100,11 @@ def epoch_order(rows: int, batch: int, shuffle: bool, seed: int, epoch: int) -> 
     """
     order = torch.arange(rows)
     if shuffle:
-        # One seed for both numbers: a linear map with an odd factor keeps (seed, epoch) pairs apart in 63 bits.
-        mixed = (seed * 0x9E3779B97F4A7C15 + epoch * 2 + 1) % (1 << 63)
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(mixed))
+        order = torch.randperm(rows, generator=_generator(seed, epoch))
     blanks = -rows % batch
     return torch.cat([order, torch.full((blanks,), rows)]).view(-1, batch)
+
+
+def _generator(seed: int, epoch: int) -> torch.Generator:
+    # One seed for both numbers: a linear map with an odd factor keeps (seed, epoch) pairs apart in 63 bits.
+    return torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + epoch * 2 + 1) % (1 << 63))

@@ -29,6 +29,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "hgrn2": {"type": "hgrn2", **_TWO_HEADS},
     "mamba": _MAMBA,
     "mamba2": {"type": "mamba2", "inner_dim": "2*width", "head_dim": "min(64, width)", "state_dim": 16},
+    "rwkv4": {"type": "rwkv4", "input_dim": "width", "inner_dim": "width"},
     "rwkv5": {"type": "rwkv5", **_RWKV, "value_dim": "min(64, width)"},
     "rwkv6": {"type": "rwkv6", **_RWKV, "value_dim": "min(64, width)"},
     "rwkv7": {"type": "rwkv7", **_RWKV, "value_dim": "min(64, width)"},
@@ -46,9 +47,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """Sizes of each mixer at width d and sequence length L.
 
 The settings of zoology's second figure where it has the mixer: attention with one head, BaseConv that alternates 3 taps
-with L, H3 with a state of L and heads of 2, Hyena over L, Mamba as published (expand 2, state 16, rank d/16). Mamba-2
-has Mamba's state of 16 a channel, RWKV heads of 64, or of d where that is less. GLA and RetNet have the published
-ratios of key and value width (1/2 and 1; 1 and 2) in two heads, and the delta rules two heads as well.
+with L, H3 with a state of L and heads of 2, Hyena over L, RWKV-4 as wide inside as outside, Mamba as published (expand
+2, state 16, rank d/16). Mamba-2 has Mamba's state of 16 a channel, later RWKVs heads of 64, or of d where that is less.
+GLA and RetNet have the published ratios of key and value width (1/2 and 1; 1 and 2) in two heads, and the delta rules
+two heads as well.
 """
 
 

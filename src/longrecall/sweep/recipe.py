@@ -6,22 +6,27 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from longrecall.errors import UserError
-from longrecall.sweep.mixers import CYCLE
+from longrecall.errors import UserError, did_you_mean
+from longrecall.layers.descriptions.block import NORMS, RMS
+from longrecall.sweep.mixers import CYCLE, label
 from longrecall.training.recipe import OptimizerRecipe
 from longrecall.training.strict_yaml import apply_override, build, read_yaml
 from longrecall.value_rules import one_of, positive
 
-METRICS = ("accuracy", "whole_accuracy", "macro_accuracy")
+METRICS = ("accuracy", "whole_accuracy", "macro_accuracy", "mad_accuracy")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 """What `torch.set_float32_matmul_precision` takes."""
 TRAIN = "train"
 """A setting of a cell that is none of the task's: how many training examples there are."""
+ROWS = "rows"
+"""The same of one of several sets that are trained on together, or that are tested on."""
+OTHERS = "others"
+"""In a mapping from mixers to what they have: all that are not named."""
 
 Settings = dict[str, Any]
 
@@ -100,9 +105,40 @@ def _layers_of(retrieval: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(layers)
 
 
+def _widths(value: Any) -> Any:
+    def check(item: Any) -> None:
+        if isinstance(item, bool) or not isinstance(item, int | str) or (isinstance(item, int) and item < 0):
+            raise UserError(f"must be a width, a number or like 3*width, or {{mixer: width}}; got {item!r}")
+
+    return _by_mixer(value, check)
+
+
+def _norms(value: Any) -> Any:
+    return _by_mixer(value, lambda item: one_of("a norm", str(item), NORMS))
+
+
+def _flags(value: Any) -> Any:
+    def check(item: Any) -> None:
+        if not isinstance(item, bool):
+            raise UserError(f"must be true or false, got {item!r}")
+
+    return _by_mixer(value, check)
+
+
+def _by_mixer(value: Any, check: Callable[[Any], None]) -> Any:
+    """One value for all mixers, or mixer -> value."""
+    for item in value.values() if isinstance(value, Mapping) else [value]:
+        check(item)
+    return _mapping(value) if isinstance(value, Mapping) else value
+
+
 @dataclass(frozen=True)
 class TaskRecipe:
-    """A task and the cells of its settings; ``train`` among them is the number of training examples."""
+    """A task and the cells of its settings; ``train`` among them is the number of training examples.
+
+    A cell is trained and tested on rows of one law. With `train` there is one cell instead, which is trained on several
+    sets of rows, and `test` says on which other ones.
+    """
 
     name: str
     settings: Annotated[Settings, _mapping] = field(default_factory=dict)
@@ -113,10 +149,16 @@ class TaskRecipe:
     """Every combination of these values."""
     vary: Annotated[dict[str, list[Any]], _lists] = field(default_factory=dict)
     """One setting at a time, the others at the baseline, which is a cell too."""
+    train: tuple[Annotated[Settings, _mapping], ...] = ()
+    """Sets that are trained on together: settings, and ``rows``, their number of examples."""
+    test: tuple[Annotated[Settings, _mapping], ...] = ()
+    """Sets that every model is tested on, each by itself: settings, and ``rows``; without it those of the cell."""
 
     def __post_init__(self) -> None:
-        if sum(map(bool, (self.cells, self.grid, self.vary))) > 1:
-            raise UserError(f'"{self.name}" has more than one of cells, grid and vary; give one of them')
+        if sum(map(bool, (self.cells, self.grid, self.vary, self.train))) > 1:
+            raise UserError(f'"{self.name}" has more than one of cells, grid, vary and train; give one of them')
+        if self.train and not self.test:
+            raise UserError(f'"{self.name}" is trained on several sets; say in test on which ones it is tested')
 
     def all_cells(self) -> tuple[Settings, ...]:
         """Return the settings of every cell, `settings` included."""
@@ -159,10 +201,41 @@ class ModelsRecipe:
     """Depths."""
     retrieval: Annotated[tuple[Settings | None, ...], _retrievals] = (None,)
     """null, or {layer: index or indices, ...options of the mixer type "retrieval"}."""
-    mlp: str | int = 0
-    """Inner width of a SwiGLU MLP behind every mixer, a number or like 3*width; 0 = none."""
+    mlp: Annotated[str | int | Settings, _widths] = 0
+    """Inner width of a SwiGLU MLP behind every mixer, a number or like 3*width; 0 = none; or {mixer: width, ...}."""
     tie_embeddings: bool = True
     """The output head is the embedding."""
+    norm: Annotated[str | Settings, _norms] = RMS
+    """Of the residual stream: rms or layer; or {mixer: kind, others: kind}."""
+    second_norm: Annotated[bool | Settings, _flags] = False
+    """Behind a mixer without an MLP another block that adds the stream's norm, as zoology has it; or {mixer: ...}."""
+    final_norm: str | None = None
+    """Before the head: rms or layer; null = as `norm`."""
+
+    def __post_init__(self) -> None:
+        labels = [label(mixer) for mixer in self.mixers]
+        for name in ("mlp", "norm", "second_norm"):
+            given = getattr(self, name)
+            for key in given if isinstance(given, Mapping) else ():
+                if key not in (*labels, OTHERS):
+                    known = (*labels, OTHERS)
+                    hint = did_you_mean(key, known)
+                    raise UserError(f'{name} names "{key}"; there are {", ".join(known)}.{hint}')
+            for mixer in labels:
+                self.block_of(name, mixer)
+        if self.final_norm is not None:
+            one_of("final_norm", self.final_norm, NORMS)
+        if any(self.block_of("mlp", mixer) and self.block_of("second_norm", mixer) for mixer in labels):
+            raise UserError("second_norm is for models without an MLP: before an MLP there is a norm anyway")
+
+    def block_of(self, name: str, mixer: str) -> Any:
+        """Return `mlp`, `norm` or `second_norm` of the mixer with this label; UserError when a mapping lacks it."""
+        given = getattr(self, name)
+        if not isinstance(given, Mapping):
+            return given
+        if mixer not in given and OTHERS not in given:
+            raise UserError(f'{name} says nothing of {mixer}; name it, or add "{OTHERS}"')
+        return given.get(mixer, given.get(OTHERS))
 
 
 @dataclass(frozen=True)
@@ -181,9 +254,16 @@ class TrainingRecipe:
     shuffle: bool = True
     """A new order in every epoch."""
     stop_at: float | None = None
-    """Stop once `metric` on the test examples is at least this; null = train to the end."""
+    """Stop once `metric` is at least this on the test examples, on each set of them; null = train to the end."""
+    patience: int = 0
+    """Stop once the training loss has not fallen for so many evaluations; 0 = never."""
+    patience_from: float = 0.0
+    """`metric` on the test examples that must have been reached before: a run that has learned nothing goes on."""
+    improvement: float = 0.01
+    """The share by which a training loss has to be lower than the lowest before to count as fallen."""
     metric: str = "accuracy"
-    """Of the test examples: accuracy (of labels), whole_accuracy (of examples) or macro_accuracy (mean over tokens)."""
+    """Of the test examples: accuracy (of labels), whole_accuracy (of examples), macro_accuracy (mean over tokens) or
+    mad_accuracy (the same batch by batch, as MAD's code has it)."""
     evaluate_every: int = 0
     """Steps between evaluations; 0 = once an epoch. The last step is always followed by one."""
     schedule: str = "cosine"
@@ -216,8 +296,12 @@ class TrainingRecipe:
             raise UserError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if self.stop_at is not None and not 0.0 < self.stop_at <= 1.0:
             raise UserError(f"stop_at must be above 0 and at most 1, got {self.stop_at}")
-        if self.evaluate_every < 0:
-            raise UserError(f"evaluate_every must be 0 or more, got {self.evaluate_every}")
+        for name in ("evaluate_every", "patience"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        for name in ("patience_from", "improvement"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise UserError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         self.optimizer(self.learning_rates[0], self.weight_decays[0])
 
     def optimizer(self, learning_rate: float, weight_decay: float) -> OptimizerRecipe:
@@ -231,13 +315,15 @@ class TrainingRecipe:
             schedule=self.schedule,
         )
 
-    def batch_size_at(self, length: int) -> int:
-        """Return the sequences of a step at this sequence length."""
+    def batch_size_at(self, length: int, beyond: bool = False) -> int:
+        """Return the sequences of a step at this sequence length; `beyond`: also where it is longer than any entry."""
         if isinstance(self.batch_size, int):
             return self.batch_size
         for longest, size in self.batch_size.items():
             if length <= longest:
                 return size
+        if beyond:
+            return size
         raise UserError(f"training.batch_size has no entry for a length of {length}; its longest is {longest}")
 
 
@@ -255,6 +341,8 @@ class RunRecipe:
     """Of float32 products: highest (float32), high (tensor-float-32 on a GPU) or medium (may be bfloat16)."""
     budget: float | None = None
     """Seconds after which the sweep stops; runs that have not ended are left to --resume."""
+    checkpoints: str | None = None
+    """A folder for what the budget stops: --resume goes on with these runs where they were; null = from the start."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from longrecall.sweep.grid import RunSpec, runs_of, shard
 from longrecall.sweep.journal import ADVICE, KIND, SCHEMA, Journal, shard_path
 from longrecall.sweep.recipe import SweepRecipe
 from longrecall.sweep.scheduler import choose_device, train_all
-from longrecall.sweep.summary import best_rows, summary_lines
+from longrecall.sweep.slots import checkpoint_of
+from longrecall.sweep.summary import best_rows, progress_line, summary_lines
 from longrecall.version import __version__
 
 Row = dict[str, Any]
@@ -80,7 +82,7 @@ def run_sweep(
         retry: when resuming, train again what failed.
         force: start over and replace what is there.
         shard_of: (i, n): only every n-th run, beginning with the i-th, into a file of its own.
-        show_progress: a bar on stderr where that is a terminal.
+        show_progress: a bar on stderr where that is a terminal, else a line there for each run that ends.
 
     Raises:
         UserError: a recipe that cannot be, a file in the way, another process that writes it, a device that is not
@@ -97,7 +99,8 @@ def run_sweep(
         journal = Journal(recipe.run.output, shard_of, resume)
         rows = _earlier(journal, wanted, retry)
         left = [spec for spec in wanted if spec.key not in rows]
-        _train(recipe, left, rows, device, journal, wanted, show_progress)
+        checkpoints = _checkpoint_folder(recipe, [] if resume else wanted)
+        _train(recipe, left, rows, device, journal, wanted, show_progress, checkpoints)
     ordered = [rows[spec.key] for spec in wanted if spec.key in rows]
     return SweepSummary(journal.path, len(wanted), ordered, recipe.training.metric)
 
@@ -113,6 +116,21 @@ def _earlier(journal: Journal, wanted: list[RunSpec], retry: bool) -> dict[str, 
     return {key: row for key, row in journal.done.items() if key in keys and not (retry and row["status"] == "failed")}
 
 
+def _checkpoint_folder(recipe: SweepRecipe, anew: list[RunSpec]) -> Path | None:
+    """Return the folder of stopped runs, made if need be; those that are to begin anew are deleted."""
+    if recipe.run.checkpoints is None:
+        return None
+    folder = Path(recipe.run.checkpoints)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for spec in anew:
+            checkpoint_of(spec, folder).unlink(missing_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"run.checkpoints {folder} cannot be used: {reason}; name a folder") from None
+    return folder
+
+
 def _train(
     recipe: SweepRecipe,
     left: list[RunSpec],
@@ -121,6 +139,7 @@ def _train(
     journal: Journal,
     wanted: list[RunSpec],
     show_progress: bool,
+    checkpoints: Path | None,
 ) -> None:
     """Add the rows of the runs that are `left` to `rows` and write the result file; interrupted, the journal stays."""
     journal.start()
@@ -132,10 +151,13 @@ def _train(
         journal.add(row)
         rows[row["key"]] = row
         bar.update()
+        if show_progress and bar.disable:
+            print(progress_line(row, len(rows), len(wanted), recipe.training.metric), file=sys.stderr, flush=True)
 
     run = recipe.run
+    how = (run.processes, running.append, run.matmul_precision, checkpoints)
     try:
-        train_all(left, device, run.parallel, deadline, keep, run.processes, running.append, run.matmul_precision)
+        train_all(left, device, run.parallel, deadline, keep, *how)
     finally:
         bar.close()
         journal.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ def train_all(
     processes: int = 1,
     on_running: OnRow | None = None,
     matmul_precision: str = "highest",
+    checkpoints: Path | None = None,
 ) -> bool:
     """Train every run and hand over its row when it ends, in any order.
 
@@ -53,6 +55,7 @@ def train_all(
         processes: among which they are shared out on a GPU; on CPUs each has its own.
         on_running: called with the row, as far as it goes, of each run that the deadline stopped.
         matmul_precision: of float32 products, as `torch.set_float32_matmul_precision` has it.
+        checkpoints: a folder for what the deadline stops, and from which such runs go on.
 
     Returns:
         False when the deadline came first.
@@ -71,11 +74,13 @@ def train_all(
     among = min(at_once, processes if device.type == "cuda" else parallel)
     left: Sequence[RunSpec] = specs
     if among > 1:
-        left = train_in_processes(specs, device, shares(at_once, among), deadline, count, running, matmul_precision)
+        parts = shares(at_once, among)
+        left = train_in_processes(specs, device, parts, deadline, count, running, matmul_precision, checkpoints)
     # What had no room beside the other processes has the GPU for itself now.
     if left:
         with multiplying(matmul_precision):
-            _in_this_process(left, device, parallel if device.type == "cuda" else 1, deadline, count, running)
+            at_once = parallel if device.type == "cuda" else 1
+            _in_this_process(left, device, at_once, deadline, count, running, checkpoints)
     return len(ended) == len(specs)
 
 
@@ -102,9 +107,10 @@ def _in_this_process(
     deadline: float | None,
     on_row: OnRow,
     on_running: Callable[[Row], None],
+    checkpoints: Path | None,
 ) -> None:
     queue = deque(specs)
-    slots = Slots(lambda: queue.popleft() if queue else None, device, parallel, on_row)
+    slots = Slots(lambda: queue.popleft() if queue else None, device, parallel, on_row, checkpoints=checkpoints)
     try:
         slots.work(deadline)
         for row in slots.running():

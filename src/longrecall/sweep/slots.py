@@ -6,6 +6,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Slots:
         on_row: gets the row of every run that has ended.
         no_room: gets a run for which the memory was too small although nothing else trains here; without it such a run
             has failed.
+        checkpoints: a folder, which is there, in which `running` leaves what is in training, and from which it goes on.
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class Slots:
         parallel: int,
         on_row: OnRow,
         no_room: Callable[[RunSpec], None] | None = None,
+        checkpoints: Path | None = None,
     ) -> None:
         self._take, self._device, self._parallel = take, device, parallel
+        self._checkpoints = checkpoints
         self._on_row, self._no_room = on_row, no_room
         self._cells = Cells(device)
         self._active: list[tuple[ModelRun, Iterator[bool]]] = []
@@ -75,8 +79,7 @@ class Slots:
             try:
                 moved = next(work) or moved
             except StopIteration:
-                self._on_row(run.row())
-                self._end(slot)
+                self._finish(slot)
             except Exception as error:  # whatever broke this run, the others go on
                 self._check_device()
                 row = failed_row(run.spec, error)
@@ -86,8 +89,30 @@ class Slots:
             time.sleep(PAUSE_SECONDS)
 
     def running(self) -> list[Row]:
-        """Return the rows, as they are by now, of the runs that are in training."""
+        """Return the rows, as they are by now, of the runs that are in training, and write their checkpoints."""
+        if self._checkpoints is not None:
+            for slot in list(self._active):
+                self._park(slot)
         return [run.row() for run, _ in self._active]
+
+    def _park(self, slot: tuple[ModelRun, Iterator[bool]]) -> None:
+        """Write the checkpoint of a run; one whose last evaluation was under way has ended instead."""
+        run, work = slot
+        try:
+            while run.evaluating:
+                next(work)
+        except StopIteration:
+            self._finish(slot)
+        else:
+            assert self._checkpoints is not None
+            run.save(checkpoint_of(run.spec, self._checkpoints))
+
+    def _finish(self, slot: tuple[ModelRun, Iterator[bool]]) -> None:
+        run = slot[0]
+        self._on_row(run.row())
+        self._end(slot)
+        if self._checkpoints is not None:
+            checkpoint_of(run.spec, self._checkpoints).unlink(missing_ok=True)
 
     def _next(self) -> RunSpec | None:
         spec, self._waiting = self._waiting, None
@@ -99,6 +124,8 @@ class Slots:
     def _start(self, spec: RunSpec) -> None:
         try:
             run = ModelRun(spec, *self._cells.of(spec), self._device)
+            if self._checkpoints is not None and (path := checkpoint_of(spec, self._checkpoints)).exists():
+                run.load(path)
         except Exception as error:  # the row says what was wrong
             if _out_of_memory(error) and self._active:
                 # There is room again when one of the others ends.
@@ -135,6 +162,11 @@ class Slots:
         """Stop what still runs; its memory is given back."""
         for slot in list(self._active):
             self._end(slot)
+
+
+def checkpoint_of(spec: RunSpec, folder: Path) -> Path:
+    """Return where a run that was stopped is kept."""
+    return folder / f"{spec.key[:16]}.pt"
 
 
 def paced(run: ModelRun) -> Iterator[bool]:

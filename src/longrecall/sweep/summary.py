@@ -7,21 +7,38 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longrecall.sweep.grid import RunSpec, sizes, steps_of
-from longrecall.sweep.recipe import retrieval_layers
+from longrecall.sweep.recipe import TRAIN, retrieval_layers
 from longrecall.tables import aligned
 
 Row = Mapping[str, Any]
 MISSING = "-"
 
 
+def cell_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return `rows` with each that was tested on several sets as one row for each set, a cell of its own."""
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        pool = {"pool": _pool_text(row["pool"])} if row.get("pool") else {}
+        trained = {**pool, TRAIN: row["settings"].get(TRAIN)}
+        tests = [{**row, **test, "settings": {**test["settings"], **trained}} for test in row.get("tests", ())]
+        found += tests or [dict(row)]
+    return found
+
+
+def _pool_text(pool: Sequence[Mapping[str, Any]]) -> str:
+    """Return the sets that were trained on together in a few words, what is the same in all of them left out."""
+    same = {key for key in pool[0] if len(pool) > 1 and len({str(part.get(key)) for part in pool}) == 1}
+    return ", ".join(" ".join(f"{key} {value}" for key, value in part.items() if key not in same) for part in pool)
+
+
 def best_rows(rows: Sequence[Row], metric: str) -> list[dict[str, Any]]:
-    """Return the best result of every cell and model, in the order of `rows`.
+    """Return the best result of every cell and model, in the order of `rows`; a set of test rows is a cell.
 
     A pair of learning rate and weight decay counts with its mean over the seeds that ended; the pair with the highest
     mean is taken. Where no run ended the value is None.
     """
     groups: dict[str, dict[str, Any]] = {}
-    for row in rows:
+    for row in cell_rows(rows):
         name = json.dumps([row["task"], row["settings"], row["model"]], sort_keys=True)
         group = groups.setdefault(
             name, {"task": row["task"], "settings": row["settings"], "model": row["model"], "tried": {}}
@@ -61,6 +78,15 @@ def summary_lines(rows: Sequence[Row], metric: str) -> list[str]:
     return lines
 
 
+def progress_line(row: Row, done: int, runs: int, metric: str) -> str:
+    """Return what the end of a run comes to in one line, the accuracy on every set of test rows in turn."""
+    model, values = _flat(row["model"]), [test[metric] for test in row.get("tests") or [row]]
+    words = f"{model['mixer']} {model['hidden_size']} wide, rate {row['learning_rate']:.3g}, seed {row['seed']}"
+    found = "/".join(map(_number, values))
+    time = "" if row["seconds"] is None else f", {row['seconds']:.0f} s"
+    return f"{done} of {runs}: {row['task']} {words}: {metric} {found}, {row['steps']:,} steps{time}, {row['status']}"
+
+
 def _flat(model: Mapping[str, Any]) -> dict[str, Any]:
     """The model's part of a row with a name first: ``gla+R0`` is GLA with retrieval in layer 0."""
     retrieval = model["retrieval"] or {}
@@ -98,6 +124,8 @@ def plan(specs: Sequence[RunSpec]) -> list[dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
     for spec in specs:
         known = spec.row()
+        if spec.pool:
+            known["settings"] |= {"pool": _pool_text(known["pool"])}
         name = json.dumps([known["task"], known["settings"], known["model"]], sort_keys=True)
         if name not in entries:
             problem, parameters, state_size = None, None, None

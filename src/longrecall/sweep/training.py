@@ -1,4 +1,4 @@
-"""One run of a sweep: a small model, its buffers and its recorded step, advanced a step at a time.
+"""One run of a sweep: a small model, its buffers and its recorded steps, advanced a step at a time.
 
 `ModelRun.work` is a generator, so that one loop can keep many runs going: it enqueues a step, hands back control, and
 never waits for the GPU itself.
@@ -9,27 +9,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from longrecall.errors import UserError
 from longrecall.models.recurrent_lm import RecurrentLM
-from longrecall.sweep.examples import Examples, epoch_order
-from longrecall.sweep.grid import RunSpec, sizes, steps_of
+from longrecall.sweep.buffers import Buffers, Shape, shape_of
+from longrecall.sweep.examples import Sets, epoch_order, epoch_steps
+from longrecall.sweep.grid import Part, RunSpec, sizes, steps_of
+from longrecall.sweep.outcomes import REACHED, Outcome, Patience, mean_scores, no_outcome, scores, thinned
 from longrecall.sweep.predictor import Predictor, label_loss
-from longrecall.sweep.recipe import METRICS
-from longrecall.tasks.sequence_scores import macro_accuracy, token_accuracy, whole_accuracy
 from longrecall.training.captured import CapturedStep, capturable_adamw
 from longrecall.training.optimizer import parameter_groups
 from longrecall.training.recipe import OptimizerRecipe
 from longrecall.training.schedule import rate_factor
-
-MOST_HISTORY = 32
-"""Evaluations that a row keeps; of more, every second one is dropped until they fit."""
-
-REACHED = 0.99
-"""What `reached_at_step` means where a recipe sets no `stop_at`."""
 
 
 class ModelRun:
@@ -37,14 +35,14 @@ class ModelRun:
 
     Args:
         spec: what to train.
-        train, test: the examples, on `device`.
-        device: where the model lives. On a GPU the step is recorded here, which takes its first memory.
+        train, test: the examples of every set, on `device`.
+        device: where the model lives. On a GPU the steps are recorded here, which takes its first memory.
 
     Raises:
         UserError: sizes that cannot be. torch.OutOfMemoryError: the GPU is full.
     """
 
-    def __init__(self, spec: RunSpec, train: Examples, test: Examples, device: torch.device) -> None:
+    def __init__(self, spec: RunSpec, train: Sets, test: Sets, device: torch.device) -> None:
         self.spec, self._train, self._test, self.device = spec, train, test, device
         self._settings = spec.training
         self._optimizer_recipe = OptimizerRecipe(
@@ -59,19 +57,23 @@ class ModelRun:
         self.matmul_precision = torch.get_float32_matmul_precision()
         self._generator = torch.Generator(device).manual_seed(spec.seed)
         self.predictor = self._build()
-        self._make_buffers()
+        self._loss = torch.zeros((), device=device)
         self._optimizer = self._make_optimizer()
-        dropping = [self._generator] if self._settings["dropout"] else []
-        self._captured = CapturedStep(self._step, self._optimizer, device, self._forget, dropping)
-        self._predict_once = self._captured.record(self._predict)
+        self._record()
         self._generator.manual_seed(spec.seed)
         self.step = 0
-        self.history: list[tuple[int, float | None, float]] = []
-        self.best: dict[str, float] = {}
-        self.best_step = 0
-        self.reached_at: int | None = None
+        self.evaluating = False
+        """Whether an evaluation has begun that has not been taken yet."""
+        self.outcome = Outcome()
+        self.outcomes = [Outcome() for _ in test]
+        self.patience = Patience()
         self.status = "running"
         self.seconds = 0.0
+
+    @property
+    def history(self) -> list[tuple[int, float | None, float]]:
+        """Step, mean training loss since the one before and metric of every evaluation."""
+        return self.outcome.history
 
     def _build(self) -> Predictor:
         task = self.spec.create_task()
@@ -81,17 +83,28 @@ class ModelRun:
             predictor = Predictor(model, task.readout, self._settings["dropout"], self._generator)
         return predictor.to(self.device).train()
 
-    def _make_buffers(self) -> None:
-        batch, device = self.spec.batch_size, self.device
-        self._ids = torch.zeros(batch, self._train.ids.shape[1], dtype=torch.long, device=device)
-        asked = self._train.positions.shape[1]
-        self._positions = torch.zeros(batch, asked, dtype=torch.long, device=device)
-        self._targets = torch.zeros(batch, asked, dtype=torch.long, device=device)
-        self._asked_at = torch.zeros(batch, self._test.positions.shape[1], dtype=torch.long, device=device)
-        self._loss = torch.zeros((), device=device)
-        chunks = math.ceil(self._test.rows / batch)
-        self._answers = torch.zeros(chunks, *self._asked_at.shape, dtype=torch.long, device=device)
-        self._guess = torch.zeros_like(self._asked_at)
+    def _record(self) -> None:
+        """Record the training step and the answers, each for every shape that a batch has."""
+        self._fed = self._buffers_of(self._train, self.spec.train_parts)
+        first, *others = dict.fromkeys(self._fed)
+        dropping = [self._generator] if self._settings["dropout"] else []
+        step = partial(self._step, first)
+        self._captured = CapturedStep(step, self._optimizer, self.device, self._forget, dropping)
+        for buffers in others:
+            buffers.work = self._captured.also(partial(self._step, buffers))
+        self._asked = self._buffers_of(self._test, self.spec.test_parts)
+        for buffers in dict.fromkeys(self._asked):
+            buffers.work = self._captured.record(partial(self._predict, buffers))
+        self._answers = [
+            buffers.targets.new_zeros(math.ceil(examples.rows / part.batch_size), *buffers.targets.shape)
+            for examples, part, buffers in zip(self._test, self.spec.test_parts, self._asked, strict=True)
+        ]
+
+    def _buffers_of(self, sets: Sets, parts: tuple[Part, ...]) -> list[Buffers]:
+        """The buffers of each set; sets whose batches have one shape share them."""
+        shapes = [shape_of(examples, part.batch_size) for examples, part in zip(sets, parts, strict=True)]
+        made: dict[Shape, Buffers] = {shape: Buffers.of(shape, self.device) for shape in dict.fromkeys(shapes)}
+        return [made[shape] for shape in shapes]
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         parameters = {name: p for name, p in self.predictor.named_parameters() if p.requires_grad}
@@ -108,10 +121,10 @@ class ModelRun:
         enabled = self._settings["precision"] == "bf16"
         return torch.autocast(self.device.type, dtype=torch.bfloat16, cache_enabled=False, enabled=enabled)
 
-    def _step(self) -> None:
+    def _step(self, batch: Buffers) -> None:
         with self._autocast():
-            logits, added = self.predictor(self._ids, self._positions)
-        loss = label_loss(logits, self._targets)
+            logits, added = self.predictor(batch.ids, batch.positions)
+        loss = label_loss(logits, batch.targets)
         self._loss.add_(loss.detach())
         (loss if added is None else loss + added).backward()
         if self._settings["clip"]:
@@ -119,11 +132,11 @@ class ModelRun:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _predict(self) -> None:
+    def _predict(self, batch: Buffers) -> None:
         self.predictor.eval()
         with torch.no_grad(), self._autocast():
-            logits, _ = self.predictor(self._ids, self._asked_at)
-        self._guess.copy_(logits.argmax(-1))
+            logits, _ = self.predictor(batch.ids, batch.positions)
+        batch.targets.copy_(logits.argmax(-1))
         self.predictor.train()
 
     def _forget(self) -> None:
@@ -131,51 +144,67 @@ class ModelRun:
 
     def work(self) -> Iterator[bool]:
         """Train to the end; yield after every step, True when something was enqueued, False while the GPU is busy."""
-        started = time.perf_counter()
+        started = time.perf_counter() - self.seconds
         settings, total = self._settings, steps_of(self.spec)
         per_epoch = total // settings["epochs"]
         every = settings["evaluate_every"] or per_epoch
-        for epoch in range(settings["epochs"]):
-            order = epoch_order(self._train.rows, self.spec.batch_size, settings["shuffle"], self.spec.seed, epoch)
-            with self._captured.on_stream():
-                order = order.to(self.device)
-            for rows in order:
+        while self.status == "running" and self.step < total:
+            epoch, done = divmod(self.step, per_epoch)
+            for index, rows in self._steps_of(epoch)[done:]:
                 at = epoch * per_epoch if settings["schedule_unit"] == "epoch" else self.step
-                self._advance(rows, rate_factor(at, total, self._optimizer_recipe))
+                self._advance(index, rows, rate_factor(at, total, self._optimizer_recipe))
                 self.step += 1
+                self.evaluating = self.step % every == 0 or self.step == total
                 yield True
-                if self.step % every == 0 or self.step == total:
+                if self.evaluating:
                     yield from self._evaluate()
+                    self.seconds = time.perf_counter() - started
                     if self.status != "running":
-                        self.seconds = time.perf_counter() - started
                         return
         self.status = "done"
-        self.seconds = time.perf_counter() - started
 
-    def _advance(self, rows: Tensor, factor: float) -> None:
+    def _steps_of(self, epoch: int) -> list[tuple[int, Tensor]]:
+        """The number of the set and the rows of each step of an epoch, on the device."""
+        found = zip(self._train, self.spec.train_parts, strict=True)
+        counts = [(examples.rows, part.batch_size) for examples, part in found]
+        steps = epoch_steps(counts, self._settings["shuffle"], self.spec.seed, epoch)
+        with self._captured.on_stream():
+            moved = torch.cat([rows for _, rows in steps]).to(self.device).split([len(rows) for _, rows in steps])
+        return [(index, rows) for (index, _), rows in zip(steps, moved, strict=True)]
+
+    def _advance(self, index: int, rows: Tensor, factor: float) -> None:
+        batch, examples = self._fed[index], self._train[index]
+
         def fill() -> None:
             self._captured.set_rates(factor)
-            torch.index_select(self._train.ids, 0, rows, out=self._ids)
-            torch.index_select(self._train.positions, 0, rows, out=self._positions)
-            torch.index_select(self._train.targets, 0, rows, out=self._targets)
+            batch.fill(examples, rows)
 
-        self._captured.run(fill)
+        self._captured.run(fill, work=batch.work)
 
     def _evaluate(self) -> Iterator[bool]:
-        order = epoch_order(self._test.rows, self.spec.batch_size, False, 0, 0)
         with self._captured.on_stream():
-            for chunk, rows in enumerate(order.to(self.device)):
-                torch.index_select(self._test.ids, 0, rows, out=self._ids)
-                torch.index_select(self._test.positions, 0, rows, out=self._asked_at)
-                self._predict_once()
-                self._answers[chunk].copy_(self._guess)
+            for index in range(len(self._test)):
+                self._answer(index)
             total = self._loss.clone()
             self._loss.zero_()
         yield from self.reached(self.mark())
         since = self.step - (self.history[-1][0] if self.history else 0)
-        loss = float(total) / max(1, since)
-        found = scores(self._answers.flatten(0, 1)[: self._test.rows], self._test.targets[:-1])
-        self._take(loss, found)
+        found = [
+            scores(answers.flatten(0, 1)[: examples.rows], examples.targets[:-1])
+            for answers, examples in zip(self._answers, self._test, strict=True)
+        ]
+        self._take(float(total) / max(1, since), found)
+        self.evaluating = False
+
+    def _answer(self, index: int) -> None:
+        """Enqueue the answers to one set of test examples."""
+        examples, batch, answers = self._test[index], self._asked[index], self._answers[index]
+        order = epoch_order(examples.rows, self.spec.test_parts[index].batch_size, False, 0, 0)
+        for chunk, rows in enumerate(order.to(self.device)):
+            batch.fill(examples, rows, targets=False)
+            if batch.work is not None:
+                batch.work()
+            answers[chunk].copy_(batch.targets)
 
     def mark(self) -> torch.cuda.Event | None:
         """Return the event that everything enqueued so far is done; None without a GPU, where it is."""
@@ -190,19 +219,24 @@ class ModelRun:
         while event is not None and not event.query():
             yield False
 
-    def _take(self, loss: float, found: dict[str, float]) -> None:
-        """Keep an evaluation, and see whether the run is over."""
-        settings = self._settings
-        value = found[settings["metric"]]
-        self.history.append((self.step, loss if math.isfinite(loss) else None, value))
-        if not math.isfinite(loss):
+    def _take(self, loss: float, found: list[dict[str, float]]) -> None:
+        """Keep an evaluation on every set, and see whether the run is over."""
+        settings, finite = self._settings, math.isfinite(loss)
+        metric, stop = settings["metric"], settings["stop_at"]
+        mean, lowest = mean_scores(found), min(one[metric] for one in found)
+        for outcome, one, value in (
+            (self.outcome, mean, lowest),
+            *((outcome, one, one[metric]) for outcome, one in zip(self.outcomes, found, strict=True)),
+        ):
+            outcome.take(self.step, loss if finite else None, one, metric)
+            if finite and outcome.reached_at is None and value >= (stop or REACHED):
+                outcome.reached_at = self.step
+        learned = mean[metric] >= settings.get("patience_from", 0.0)
+        if not finite:
             self.status = "diverged"
-            return
-        if not self.best or value > self.best[settings["metric"]]:
-            self.best, self.best_step = found, self.step
-        if self.reached_at is None and value >= (settings["stop_at"] or REACHED):
-            self.reached_at = self.step
-        if settings["stop_at"] is not None and value >= settings["stop_at"]:
+        elif (stop is not None and lowest >= stop) or self.patience.spent(
+            loss, learned, settings.get("patience", 0), settings.get("improvement", 0.0)
+        ):
             self.status = "done"
 
     def row(self) -> dict[str, Any]:
@@ -215,39 +249,75 @@ class ModelRun:
             "state_size": state_size,
             "steps": self.step,
             "epochs": round(self.step * self._settings["epochs"] / total, 3),
-            **{metric: self.best.get(metric, 0.0) for metric in METRICS},
-            "best_step": self.best_step,
-            "reached_at_step": self.reached_at,
+            **self.outcome.row(),
             # A time on CPUs that other work shares says nothing.
             "seconds": round(self.seconds, 3) if self.device.type == "cuda" else None,
             "matmul_precision": self.matmul_precision,
             "status": self.status,
             "history": [list(entry) for entry in thinned(self.history)],
+            **self._tests(),
         }
+
+    def _tests(self) -> dict[str, Any]:
+        """The part of the row on each set of test examples, where there are several."""
+        found = [
+            {
+                "settings": part.settings,
+                "rows": part.rows,
+                **outcome.row(),
+                "history": [[step, value] for step, _, value in thinned(outcome.history)],
+            }
+            for part, outcome in zip(self.spec.tests, self.outcomes, strict=False)
+        ]
+        return {"tests": found} if found else {}
+
+    def save(self, path: Path) -> None:
+        """Write all that the run needs to go on; not while an evaluation is under way."""
+        if self._captured.stream is not None:
+            self._captured.stream.synchronize()
+        data = {
+            **{"key": self.spec.key, "step": self.step, "seconds": self.seconds},
+            **{"outcomes": [asdict(outcome) for outcome in (self.outcome, *self.outcomes)]},
+            **{"patience": asdict(self.patience), "loss": self._loss, "generator": self._generator.get_state()},
+            "model": self.predictor.state_dict(),
+            "optimizer": [self._optimizer.state[p] for p in self._trained()],
+        }
+        partial_path = path.with_name(f"{path.name}.partial")
+        torch.save(data, partial_path)
+        partial_path.replace(path)
+
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        """Go on from what `save` wrote; before the first step."""
+        try:
+            data = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch and pickle have many
+            raise UserError(f"{path} is no checkpoint of a sweep; delete it") from error
+        self.step, self.seconds = data["step"], data["seconds"]
+        self.outcome, *self.outcomes = (Outcome.from_dict(outcome) for outcome in data["outcomes"])
+        self.patience = Patience(**data["patience"])
+        self._loss.copy_(data["loss"])
+        self._generator.set_state(data["generator"])
+        self.predictor.load_state_dict(data["model"])
+        for parameter, saved in zip(self._trained(), data["optimizer"], strict=True):
+            state = self._optimizer.state[parameter]
+            for name, tensor in saved.items():
+                if name in state:  # a recorded step reads where the tensors lie
+                    state[name].copy_(tensor)
+                else:
+                    state[name] = tensor.to(self.device)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def close(self) -> None:
         """Wait for what is enqueued and give the memory back."""
         if self._captured.stream is not None:
             self._captured.stream.synchronize()
         self._captured.release()
-        del self._predict_once, self.predictor, self._optimizer
-
-
-def scores(answers: Tensor, targets: Tensor) -> dict[str, float]:
-    """Return each of `METRICS` for answers and targets, int64 ``[N, M]`` each, -100 where nothing is asked.
-
-    Where every row has as many labels as any other (MQAR), accuracy is also the mean over rows.
-    """
-    pair = answers.cpu().numpy(), targets.cpu().numpy()
-    values = (token_accuracy(*pair), whole_accuracy(*pair), macro_accuracy(*pair))
-    return dict(zip(METRICS, values, strict=True))
-
-
-def thinned(history: list[tuple[int, float | None, float]]) -> list[tuple[int, float | None, float]]:
-    """Return at most `MOST_HISTORY` entries, evenly spread; the last one always stays."""
-    while len(history) > MOST_HISTORY:
-        history = history[::-2][::-1]
-    return history
+        for batch in (*self._fed, *self._asked):
+            batch.work = None
+        del self.predictor, self._optimizer
 
 
 def failed_row(spec: RunSpec, error: BaseException) -> dict[str, Any]:
@@ -257,14 +327,16 @@ def failed_row(spec: RunSpec, error: BaseException) -> dict[str, Any]:
         parameters, state_size = sizes(spec)
     except ValueError:  # a UserError: there is no such model
         parameters = state_size = 0
-    empty = {metric: None for metric in METRICS}
+    empty = no_outcome()
+    tests = [{"settings": part.settings, "rows": part.rows, **empty, "history": []} for part in spec.tests]
     return {
         **spec.row(),
         **{"parameters": parameters, "state_size": state_size, "steps": 0, "epochs": 0.0},
         **empty,
-        **{"best_step": None, "reached_at_step": None, "seconds": None, "matmul_precision": None, "status": "failed"},
+        **{"seconds": None, "matmul_precision": None, "status": "failed"},
         "reason": reason[:300],
         "history": [],
+        **({"tests": tests} if tests else {}),
     }
 
 

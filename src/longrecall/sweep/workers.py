@@ -11,6 +11,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ def train_in_processes(
     on_row: OnRow,
     on_running: OnRow,
     matmul_precision: str = "highest",
+    checkpoints: Path | None = None,
 ) -> list[RunSpec]:
     """Train the runs in their order, the next one wherever a slot is free; see `scheduler.train_all`.
 
@@ -56,8 +58,8 @@ def train_in_processes(
     try:
         for share in shares:
             ours, theirs = context.Pipe(duplex=False)
-            arguments = (list(specs), device.type, device.index, share, deadline, matmul_precision, counter, theirs)
-            workers[ours] = context.Process(target=_worker, args=arguments, daemon=True)
+            shared = (list(specs), device.type, device.index, share, deadline, matmul_precision, checkpoints)
+            workers[ours] = context.Process(target=_worker, args=(*shared, counter, theirs), daemon=True)
             workers[ours].start()
             theirs.close()  # so that its end shows here
         open_ends = list(workers)
@@ -95,6 +97,7 @@ def _worker(
     parallel: int,
     deadline: float | None,
     matmul_precision: str,
+    checkpoints: Path | None,
     counter: Any,
     results: Connection,
 ) -> None:
@@ -117,6 +120,7 @@ def _worker(
         parallel,
         lambda row: results.send((ROW, row)),
         lambda spec: results.send((NO_ROOM, places[spec.key])),
+        checkpoints,
     )
     try:
         slots.work(deadline)

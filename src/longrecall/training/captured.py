@@ -64,23 +64,31 @@ class CapturedStep:
         generators: Sequence[torch.Generator] = (),
     ) -> None:
         self._work: Callable[[], None] | None = work
-        self._optimizer, self._generators = optimizer, generators
+        self._optimizer, self._generators, self._forget = optimizer, generators, forget
         self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
         self._pool: Any = None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self.stream is not None:
-            self._record_step(work, forget)
+            self._work = self._record_step(work)
 
-    def _record_step(self, work: Callable[[], None], forget: Callable[[], None] | None) -> None:
+    def _record_step(self, work: Callable[[], None]) -> Callable[[], None]:
         self.set_rates(0.0)
-        self._work = self.record(work)
+        recorded = self.record(work)
         with self.on_stream():
             for values in self._optimizer.state.values():
                 for tensor in values.values():
                     tensor.zero_()
-            if forget is not None:
-                forget()
+            if self._forget is not None:
+                self._forget()
             torch.cuda.synchronize()
+        return recorded
+
+    def also(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Return another form of the whole step, over other buffers, for `run`: recorded as the first one was.
+
+        Before the first step alone: what the optimizer knows is zeroed again.
+        """
+        return work if self.stream is None else self._record_step(work)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Return `work` in the form that is to be called inside `on_stream`: its recording, or itself without a GPU.
@@ -103,15 +111,23 @@ class CapturedStep:
         """Return the context in which this step's own work is enqueued."""
         return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def run(self, before: Callable[[], None], after: Callable[[], None] | None = None) -> None:
-        """Enqueue `before` (fill the buffers), the step and `after`; the stream first waits for the current one."""
+    def run(
+        self,
+        before: Callable[[], None],
+        after: Callable[[], None] | None = None,
+        work: Callable[[], None] | None = None,
+    ) -> None:
+        """Enqueue `before` (fill the buffers), the step and `after`; the stream first waits for the current one.
+
+        `work`: a form of the step from `also`; None = the first one.
+        """
         if self._work is None:
             raise RuntimeError("the step was released")
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with self.on_stream():
             before()
-            self._work()
+            (work or self._work)()
             if after is not None:
                 after()
 

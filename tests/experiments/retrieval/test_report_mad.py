@@ -135,6 +135,15 @@ def test_the_fuzzy_recall_of_the_prose(prose: str) -> None:
         assert "{} from {} to {}".format(name, *theirs) in prose
 
 
+def test_fuzzy_recall_by_class_in_the_prose(prose: str) -> None:
+    found = rows_of_mad()
+    said = []
+    for mixer, name in (("mamba2", "Mamba-2 has"), ("rwkv5", "RWKV-5"), ("gated_delta_net", "Gated DeltaNet")):
+        both = [pages.share(found["fuzzy_recall", mixer, flag]["macro_accuracy"], 3) for flag in (False, True)]
+        said.append(" ".join([name, both[0], "without retrieval and" if not said else "and", both[1]]))
+    assert f"{said[0]} with it, {said[1]}, {said[2]}" in prose
+
+
 def test_the_tables_of_a_small_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs of a cell, one of them stopped: the suite shows the better, the list of fuzzy recall both."""
     fuzzy = "tasks=[{name: mad_fuzzy_recall, settings: {vocab_size: 16, length: 128, key_tokens: 3, value_tokens: 3}}]"
@@ -152,16 +161,18 @@ def test_the_tables_of_a_small_record(monkeypatch: pytest.MonkeyPatch) -> None:
         "accuracy": 0.4567,
     }
     entry["history"] = [[100, 2.5, 0.4567], [200, 2.25, 0.4]]
-    row = {**own.row(), "epochs": 24.0, "accuracy": 0.3333, "history": [[2400, 2.125, 0.25]]}
+    row = {**own.row(), "epochs": 24.0, "accuracy": 0.3333, "history": [[2400, 2.125, 0.25]], "macro_accuracy": 0.2}
     record = {"calls": calls, "rows": [row], "left": {"cut_off": [entry], "not_started": [], "again": [entry]}}
     monkeypatch.setattr(report_mad, "read", lambda name: record)
     lines = report_mad.mad_table().splitlines()
     assert len(lines) == 2 + 2 * 5 and "not run / .436 " in lines[4] and "| .333 / .211 |" in lines[4]
     assert "| .456, cut off at 30.5 / .629 |" in lines[5]
     assert report_mad.fuzzy_table().splitlines()[2:] == [
-        "| mamba2 | without | .0010 | .0 | 24 | .333 | .250 | 2.12 |",
-        "| mamba2 | with | .0010 | .0 | 30.5, cut off | .456 | .400 | 2.25 |",
+        "| mamba2 | without | .0010 | .0 | 24 | .333 | .200 | .250 | 2.12 |",
+        "| mamba2 | with | .0010 | .0 | 30.5, cut off | .456 |  | .400 | 2.25 |",
     ]
+    lines = report_mad.mad_table("macro_accuracy").splitlines()
+    assert "| .200 / .211 |" in lines[4] and ".456" not in lines[5]
     record["rows"].append({**other.row(), "epochs": 200.0, "accuracy": 0.5, "history": [[20000, 2.0, 0.5]]})
     record["left"] = {"cut_off": [{**entry, "accuracy": 0.51}], "not_started": [], "again": []}
     assert "| .510, cut off at 30.5 / .629 |" in report_mad.mad_table()

@@ -178,7 +178,8 @@ def test_every_mixer_has_its_own_learning_rate() -> None:
 def test_state_sizes_are_those_of_the_factors(name: str) -> None:
     from longrecall.models.config import RecurrentConfig
 
-    args = experiment.arguments(["--study", name, "--corpus", "a", "--validation", "b", "--out", "c"])
+    given = ["--study", name, "--corpus", "a", "--validation", "b", "--out", "c", "--ablation-factor", "8"]
+    args = experiment.arguments(given)
     sizes = {key: RecurrentConfig(**how).state_size() for key, how in experiment.described_models(args).items()}
     base = args.layers * args.heads * args.head_dim**2
     if name == "trend":
@@ -186,7 +187,7 @@ def test_state_sizes_are_those_of_the_factors(name: str) -> None:
             "transformer": 0
         }
     else:
-        assert sizes == {form: base * (1 if form == "none" else 4) for form in experiment.FORMS}
+        assert sizes == {form: base * (1 if form == "none" else 8) for form in experiment.FORMS}
 
 
 def test_lines_are_least_squares() -> None:
@@ -223,17 +224,31 @@ def test_a_small_run_gives_tables_and_a_figure(corpus: Path, tmp_path: Path, mon
     paths = ["--corpus", str(corpus), "--validation", str(corpus)]
     for name, seed, file in (("trend", 0, "trend_0"), ("trend", 1, "trend_1"), ("ablation", 0, "ablation")):
         out = str(tmp_path / f"state_recall_{file}.json")
-        experiment.main(["--tiny", "--study", name, "--seeds", "1", "--first-seed", str(seed), *paths, "--out", out])
+        words = ["--tiny", "--study", name, "--seeds", "1", "--first-seed", str(seed), "--equal"]
+        experiment.main([*words, *paths, "--out", out])
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    monkeypatch.setattr(intervals, "DRAWS", 20)
     trend, ablation = records.joined(records.TREND), records.joined(records.ABLATION)
-    assert len(trend["results"]) == 2 * (2 * 2 + 1) and len(ablation["results"]) == len(experiment.FORMS)
+    assert len(trend["results"]) == 2 * (2 * 2 + 2 + 1) and len(ablation["results"]) == len(experiment.FORMS)
     assert sorted(row["seed"] for row in records.models(trend, "transformer")) == [0, 1]
+    # With equal parameters: the largest factor belongs to both arms.
+    plain, equal = (records.by_factor(trend, mixer) for mixer in ("gla", "gla="))
+    assert plain[2] == equal[2] and plain[1] != equal[1]
+    parameters = [equal[factor][0]["parameters"] for factor in (1, 2)]
+    assert abs(parameters[0] - parameters[1]) <= 3 * 16 < abs(plain[1][0]["parameters"] - parameters[1])
     assert trend["runs"][1]["training"]["steps"] == 3 and trend["results"][0]["bytes"] == 3 * 4 * 96
     assert str(corpus) not in json.dumps(trend)
     assert all(math.isfinite(loss) for row in trend["results"] for _, loss in row["losses"])
     made = report.tables()
-    assert "| trend | 1 | 5 | 3 |" in made["runs"] and "| ablation | 0 | 11 | 3 |" in made["runs"]
+    assert "| trend | 1 | 7 | 3 |" in made["runs"] and "| ablation | 0 | 11 | 3 |" in made["runs"]
     assert made["runs"].count("| 0.002, GLA 0.003, Transformer 0.001 |") == 2 and made["runs"].count("| 0.002 |") == 1
+    assert "| GLA, equal parameters | 1 |" in made["over seeds"]
+    assert made["exponents over seeds"].count("| 0 |  |  |") == 8  # nothing was learned: all on the plateau
     assert "| Gated DeltaNet | 2 | 256 |" in made["recall of numbers"] and "more heads" in made["ablation"]
+    assert "ablation at 8" not in made
+    (tmp_path / "state_recall_ablation.json").replace(tmp_path / "state_recall_e8_ablation_seed0.json")
+    assert records.recorded(records.ABLATION_8) and not records.recorded(records.ABLATION)
+    (tmp_path / "state_recall_ablation.json").write_text(json.dumps(ablation))
+    assert report.tables()["ablation at 8"] == made["ablation"]
     report.draw(tmp_path)
     assert "Gated DeltaNet, UUIDs" in (tmp_path / "state_recall.svg").read_text()

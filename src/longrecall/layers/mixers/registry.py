@@ -16,6 +16,7 @@ from longrecall.layers.descriptions.handover import HandoverConfig
 from longrecall.layers.descriptions.hgrn2 import HGRN2Config
 from longrecall.layers.descriptions.hyena import HyenaConfig
 from longrecall.layers.descriptions.hymba import HymbaConfig
+from longrecall.layers.descriptions.identity import IdentityConfig
 from longrecall.layers.descriptions.kda import KDAConfig
 from longrecall.layers.descriptions.mamba import MambaConfig
 from longrecall.layers.descriptions.mamba2 import Mamba2Config
@@ -70,6 +71,7 @@ MIXERS: dict[str, type[MixerConfig]] = {
         RetrievalConfig,
         MLPConfig,
         MoEConfig,
+        IdentityConfig,
     )
 }
 
