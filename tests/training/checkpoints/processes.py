@@ -80,6 +80,8 @@ TROUBLE: dict[str, Callable[[int], None]] = {
 
 def child(run: dict[str, Any], rank: int, said: Path) -> int:
     """What one process does; returns its exit code."""
+    # Whatever starts the tests in the background has them ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     log = os.open(said, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
