@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK: by this word argcomplete's completion of every Python command finds this one.
 """The `longrecall` command: finds the verb, runs it, and turns what goes wrong into one line and an exit code.
 
 Exit codes: 0 done, 1 a bug in longrecall, 2 bad input, too little memory or a full or unwritable disk, 130 interrupted.
@@ -16,11 +17,13 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn, Protocol, cast
 
+from longrecall.cli import completion
 from longrecall.errors import RefusedTogether, UserError, did_you_mean, first_process, ran_out_of_memory
 from longrecall.version import __version__
 
 VERBS = (
     "demo",
+    "doctor",
     "info",
     "init",
     "expand",
@@ -151,6 +154,9 @@ def _open_streams() -> None:
 
 
 def _run(words: Sequence[str]) -> int:
+    if completion.SWITCH in os.environ:
+        verb = completion.verb_typed(VERBS)
+        completion.complete(build_parser(VERBS, arguments=False) if verb is None else build_parser((verb,)))
     if not words:
         build_parser(arguments=False).print_help(sys.stderr)
         return 2
