@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,6 +125,26 @@ def test_modules_that_fail_crash_talk_or_hang(tmp_path: Path, monkeypatch: pytes
     slow = "print('said', flush=True); import time; time.sleep(60)"
     # Half a second is for Python to start in, which takes 20 ms, on a busy machine more.
     assert in_another_process(slow, (), seconds=0.5)[1] == "no answer within 0 seconds"
+
+
+def test_the_verb_itself_needs_little() -> None:
+    """Where the base is missing, somebody has to say so: all that does is Python, our own files, and packaging."""
+    code = (
+        "import builtins, sys\n"
+        "before = builtins.__import__\n"
+        "def find(name, *rest, **more):\n"
+        "    if name.split('.')[0] in {'wrapt', 'torch', 'transformers', 'yaml', 'tqdm', 'jinja2', 'numpy'}:\n"
+        "        raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "    return before(name, *rest, **more)\n"
+        "builtins.__import__ = find\n"
+        "from longrecall.cli.main import main\n"
+        "from longrecall.doctor import examination\n"
+        "examination.why_no_imports = lambda names: dict.fromkeys(names) | {'torch': 'is broken'}\n"
+        "sys.exit(main(['doctor']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "wrapt is not installed: transformers will not know longrecall" in done.stderr
+    assert "Traceback" not in done.stderr and "python      3." in done.stdout
 
 
 def test_a_file_of_the_current_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
