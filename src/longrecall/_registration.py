@@ -19,7 +19,7 @@ except ModuleNotFoundError:
     # Part of the base is missing. `longrecall doctor` has to say so, and cannot where this package does not import.
     warnings.warn("wrapt is not installed: transformers will not know longrecall; pip install wrapt", stacklevel=2)
 
-    def register_post_import_hook(hook: Callable[[ModuleType], Any], name: str) -> None:
+    def register_post_import_hook(hook: Callable[[ModuleType], Any] | str, name: str) -> None:
         """Nothing: there is no way to hear of an import."""
 
 
