@@ -344,11 +344,14 @@ def test_many_checkpoints_get_a_row_each_and_words(count: int, synthetic: Simple
 def test_plots_of_many_checkpoints_keep_their_legend_inside(synthetic: SimpleNamespace) -> None:
     """matplotlib warns where a legend or a title leaves no room for a plot; warnings are errors here."""
     name = "a checkpoint with a name that is rather long for a legend"
-    files = {f"f{i}": synthetic.evaluation(6.0 + 5 * i, f"{name} {i}") for i in range(9)}
+    files = {f"f{i}": synthetic.evaluation(4.0 + 3 * i, f"{name} {i}") for i in range(9)}  # more than there are colours
+    # Two sizes of the state are no curve, however many files have them.
+    assert state_size(read_inputs(synthetic.write(**files))) is None
     for i, data in enumerate(files.values()):
         data["checkpoint"]["state_size"] = 20480 + 4096 * i
     text = build_report(synthetic.write(**files), synthetic.folder / "many.html").read_text(encoding="utf-8")
     plots = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert len(plots) == 6
     for svg in plots:
         width = float(re.search(r'viewBox="0 0 ([0-9.]+) ', svg)[1])
         # A letter of ten points takes six at most, on average.

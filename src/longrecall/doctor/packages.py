@@ -20,7 +20,7 @@ PURPOSES = {
     "data": "training on data sets of the hub and on Parquet files",
     "dev": "work on longrecall itself: make test, make lint",
     "eval": "tasks of lm-evaluation-harness, and questions that are scored by summary or translation metrics",
-    "gpu": "fused kernels on NVIDIA GPUs, and the fused loss of training",
+    "gpu": "fused kernels on NVIDIA GPUs",
     "logging": "training curves in TensorBoard",
     "peft": "adapters such as LoRA on a model",
     "report": "nothing more; it is kept for commands written for older versions",
