@@ -94,7 +94,7 @@ CASES = {
     "generate": Case("generate base --device cpu --prompt hello --save-state kept.safetensors", "kept.safetensors"),
     "demo": Case("demo --out demo --steps 1 --samples 1", "demo", patch="quick_demo", kills=2),
 }
-WRITE_NOTHING = {"info", "bench", "serve"}
+WRITE_NOTHING = {"info", "bench", "serve", "doctor"}
 
 
 def test_every_verb_is_killed() -> None:

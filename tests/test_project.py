@@ -13,14 +13,17 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import longrecall
 from longrecall.cli.main import VERBS, build_parser
+from longrecall.doctor.packages import PURPOSES
 from longrecall.installing import install_command
 from tests.import_graph import ImportGraph, circle, circular_edges, parsed, statements
 
@@ -29,7 +32,7 @@ SOURCE = ROOT / "src" / "longrecall"
 FILES = sorted(SOURCE.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
-HEIGHT = {"ops": 0, "layers": 1, "models": 2, "inference": 3, "demo": 5, "cli": 6} | dict.fromkeys(
+HEIGHT = {"ops": 0, "layers": 1, "models": 2, "inference": 3, "demo": 5, "doctor": 5, "cli": 6} | dict.fromkeys(
     ("surgery", "export", "training", "evaluation", "diagnostics", "report", "sweep", "serving"), 4
 )
 """A room imports its own height (without circles) and what lies below; files beside the rooms are free to all."""
@@ -324,6 +327,48 @@ def test_the_source_distribution_holds_what_the_pages_and_the_tests_use() -> Non
     assert {f"/{line.split('/')[0]}" for line in done.stdout.splitlines()} - {f"/{name}" for name in left_out} == set(
         names
     )
+
+
+def test_the_citation_knows_this_version_and_the_papers() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (cited["version"], cited["license"]) == (longrecall.__version__, PROJECT["project"]["license"])
+    assert cited["authors"] == PROJECT["project"]["authors"] and cited["keywords"]
+    named = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split()).casefold()
+    assert len(cited["references"]) == 4
+    for paper in cited["references"]:
+        assert paper["title"].casefold() in named and paper["url"].startswith("https://") and paper["authors"]
+
+
+def test_the_security_policy_names_tests_that_there_are() -> None:
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    files = re.findall(r"`(tests/[\w/]+\.py)(?:::\w+)?`", text)
+    assert len(files) > 6
+    there = {name: (ROOT / name).read_text(encoding="utf-8") for name in files}
+    for name in re.findall(r"\b(test_\w+)`", text.replace(".py`", "")):
+        assert any(f"def {name}(" in code for code in there.values()), name
+
+
+def test_the_page_of_extras_names_every_extra() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "docs/install.md").read_text(encoding="utf-8"), re.MULTILINE)
+    told = {name: words.replace("`", "") for name, words in rows}
+    assert told == {
+        name: words for name, words in PURPOSES.items() if PROJECT["project"]["optional-dependencies"][name]
+    }
+
+
+def test_the_description_of_the_package_leads_nowhere_wrong() -> None:
+    """An index shows the README without the other files, so links to them become words."""
+    code = (ROOT / "hatch_build.py").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"MetadataHookInterface": object}  # hatchling builds the package, and is not needed after
+    exec(re.sub(r"^from hatchling.*$", "", code, flags=re.MULTILINE), names)
+    project = names["DescriptionHook"]()
+    project.root, metadata = str(ROOT), {}
+    project.update(metadata)
+    text = metadata["readme"]["text"]
+    assert re.findall(r"\]\((?!https://)[^)]*\)", text) == [] and "surgery, training, its data" in " ".join(
+        text.split()
+    )
+    assert metadata["readme"]["content-type"] == "text/markdown" and "![" not in text
 
 
 def test_the_changelog_knows_this_version() -> None:

@@ -76,6 +76,10 @@ def run(home: Path, *words: str) -> str:
 
 def test_the_whole_job(home: Path) -> None:
     assert run(home, "--version").startswith("longrecall ")
+    facts = json.loads(run(home, "doctor", "--json"))
+    assert facts["problems"] == [] and facts["longrecall"]["metadata"] == facts["longrecall"]["version"]
+    assert {one["name"] for one in facts["packages"] if one["extra"] is None and one["version"]} >= {"torch", "wrapt"}
+    assert facts["machine"]["ops"] and {one["extra"] for one in facts["packages"]} >= {None, "eval", "serve"}
     table = run(home, "demo", "--steps", "2", "--samples", "8")
     assert "phone book among 8 pairs" in table
     made = home / "work" / "runs" / "demo"

@@ -8,9 +8,20 @@ needs transformers, whose import reaches the auto module), and then only the sec
 from __future__ import annotations
 
 import importlib
+import warnings
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
-from wrapt import register_post_import_hook
+try:
+    from wrapt import register_post_import_hook
+except ModuleNotFoundError:
+    # Part of the base is missing. `longrecall doctor` has to say so, and cannot where this package does not import.
+    warnings.warn("wrapt is not installed: transformers will not know longrecall; pip install wrapt", stacklevel=2)
+
+    def register_post_import_hook(hook: Callable[[ModuleType], Any] | str, name: str) -> None:
+        """Nothing: there is no way to hear of an import."""
+
 
 _CONFIG, _AUTO_CONFIG = "longrecall.models.config", "transformers.models.auto.configuration_auto"
 _MODEL, _AUTO_MODEL = "longrecall.models.recurrent_lm", "transformers.models.auto.modeling_auto"

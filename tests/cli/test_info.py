@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from longrecall.cli.info import backends_as_text, describe_backends
+from longrecall.cli.info import backends_as_text
 from longrecall.cli.main import main
-from longrecall.ops import BACKENDS, backends
+from longrecall.ops import BACKENDS, backends, machine
 from tests.hybrids import HYBRIDS, WIDTH
 
 
@@ -38,8 +38,8 @@ def test_plain_kernels_say_why_those_for_hopper_do_not_run(
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
-    monkeypatch.setattr(backends, "why_no_gluon", lambda: "LONGRECALL_GLUON is 0")
-    found = describe_backends()
+    monkeypatch.setattr(machine, "why_no_gluon", lambda: "LONGRECALL_GLUON is 0")
+    found = machine.describe_backends()
     monkeypatch.undo()
     assert [row["name"] for row in found if "without_gluon" in row] == ["triton"]
     (row,) = (row for row in found if row["name"] == "triton")

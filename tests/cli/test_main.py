@@ -138,6 +138,8 @@ def wrapped(cause: BaseException) -> RuntimeError:
         (RuntimeError("Cannot allocate memory (os error 12)"), 2, ["memory ran out (Cannot"]),
         (RuntimeError("CUDA error: out of memory\nmore"), 2, ["memory ran out (CUDA error: out of memory)"]),
         (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), 2, ["memory ran out (CUDA out of memory. Tried)"]),
+        (ModuleNotFoundError("No module named 'no_yaml'", name="no_yaml.part"), 2, ['"no_yaml"', "longrecall doctor"]),
+        (ModuleNotFoundError("No module named 'json.no'", name="json.no"), 1, ["json.no", "bug in longrecall"]),
         (KeyError("weight"), 1, ["KeyError", "'weight'", "bug in longrecall", "--debug"]),
         (FileNotFoundError(errno.ENOENT, "No such file", "x"), 1, ["FileNotFoundError", "bug in longrecall"]),
     ],

@@ -123,7 +123,7 @@ def test_one_label_looks_the_same_everywhere(synthetic: SimpleNamespace) -> None
     assert inputs.labels == ["before", "after"]
     page_of(synthetic, **files, d=synthetic.diagnosis(1.0, "after"))
     recall = plots(synthetic)[-1]
-    assert "#00548f" in recall and "#5b5b5b" not in recall  # the second colour, not the first
+    assert "var(--s1)" in recall and "var(--s0)" not in recall  # the second colour, not the first
 
 
 def test_copying_and_stories(synthetic: SimpleNamespace) -> None:

@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from longrecall.report import build_report, drawing
+from longrecall.report import build_report, drawing, theme
 from longrecall.report.blocks import Note, Plot, Table, spoken
 from longrecall.report.inputs import read_inputs
 from longrecall.report.length_sections import drawn, other_lengths
+from longrecall.report.opening_sections import in_words, title_of
 from longrecall.report.overview_plots import spread, state_plot
 from longrecall.report.overview_sections import slopes, state_size
+from longrecall.report.sections import headline
 from longrecall.report.summaries import Number, headlines, recorded
 from tests.report.conftest import accuracy, evaluation, write
 from tests.report.test_page import Page
@@ -182,8 +185,10 @@ def test_labels_that_fit_stay_where_they_are() -> None:
 
 def test_every_series_stands_out_from_the_paper_and_from_the_others() -> None:
     styles = [drawing.line_style(index) for index in range(16)]
-    # WCAG 2: graphics need a contrast of 3 to 1.
-    assert min(drawing.contrast(style["color"], "w") for style in styles) >= 3
+    assert {style["color"] for style in styles} == {light for light, _ in theme.SERIES}
+    for mode, paper in enumerate(theme.PAGE["paper"]):
+        # WCAG 2: graphics need a contrast of 3 to 1, on white paper and in the dark.
+        assert min(theme.contrast(pair[mode], paper) for pair in theme.SERIES) >= 3
     assert len({(style["marker"], str(style["linestyle"])) for style in styles}) == 16
 
 
@@ -213,9 +218,13 @@ def test_numbers_on_a_heat_map_can_be_read_on_every_shade() -> None:
     drawing.heat_map(axes, values, [1] * 101, ["row"], "map")
     shades = axes.collections[0]
     shades.update_scalarmappable()
-    found = [drawing.contrast(t.get_color(), c) for t, c in zip(axes.texts, shades.get_facecolors(), strict=True)]
-    # WCAG 2: text needs 4.5 to 1. Black or white always reaches 4.58.
-    assert len(found) == 101 and min(found) >= 4.5
+    assert len(axes.texts) == 101
+    for text, share in zip(axes.texts, values[0], strict=True):
+        inks = re.findall("#[0-9a-f]{6}", theme.themed(f"fill: {text.get_color()}"))[1:]
+        shown = re.findall("#[0-9a-f]{6}", theme.themed(f"fill: {to_hex(theme.SHADES(share))}"))[1:]
+        # WCAG 2: text needs 4.5 to 1. Black or white always reaches 4.58.
+        assert len(inks) == len(shown) == 2
+        assert min(theme.contrast(ink, shade) for ink, shade in zip(inks, shown, strict=True)) >= 4.5
 
 
 def test_shades_fall_in_grey_too_and_what_is_unknown_is_hatched() -> None:
@@ -223,23 +232,40 @@ def test_shades_fall_in_grey_too_and_what_is_unknown_is_hatched() -> None:
     drawing.heat_map(axes, np.array([[0.0, 0.25, 0.5, 0.75, 1.0, np.nan]]), [1] * 6, ["row"], "map")
     shades = axes.collections[0]
     shades.update_scalarmappable()
-    grey = [drawing.contrast(colour, "k") for colour in shades.get_facecolors()[:5]]
+    grey = [theme.contrast(colour, "k") for colour in shades.get_facecolors()[:5]]
     assert all(a > 1.2 * b for a, b in pairwise(grey))
+    dark = [theme.contrast(theme.DARK_SHADES(share), "k") for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    assert all(1.2 * a < b for a, b in pairwise(dark))
     (hatched,) = axes.patches
     assert hatched.get_hatch() and hatched.get_xy() == (5, 0)
     assert axes.texts[5].get_text() == "–"
 
 
 def test_contrast_is_wcags() -> None:
-    assert drawing.contrast("w", "k") == pytest.approx(21)
+    assert theme.contrast("w", "k") == pytest.approx(21)
     # #767676 is the lightest grey that passes 4.5 on white.
-    assert drawing.contrast("#767676", "w") == pytest.approx(4.54, abs=0.005)
+    assert theme.contrast("#767676", "w") == pytest.approx(4.54, abs=0.005)
 
 
-def test_colours_of_the_page_pass_on_white(text: str) -> None:
-    inks = dict(re.findall(r"--(ink|soft|accent): (#\w+)", text))
-    assert len(inks) == 3
-    assert all(drawing.contrast(ink, "w") >= 4.5 for ink in inks.values())
+def test_text_can_be_read_in_the_light_and_in_the_dark(text: str) -> None:
+    rules = re.findall(r":root {(.*?)}", text)
+    assert "prefers-color-scheme: dark" in text and len(rules) == 3
+    for rule in rules[:2]:
+        colours = dict(re.findall(r"--(\w+): (#\w+)", rule))
+        assert {"paper", "ink", "soft", "accent", "line", "s0", "s7"} <= set(colours)
+        assert all(theme.contrast(colours[ink], colours["paper"]) >= 4.5 for ink in ("ink", "soft", "accent"))
+    # What is printed is light: the dark is for screens.
+    assert "@media screen and (prefers-color-scheme: dark)" in text and "color-scheme: light;" in rules[2]
+
+
+def test_every_colour_of_a_plot_follows_the_page(text: str) -> None:
+    """None is fixed: each has a name of the style sheet, or its dark colour beside it."""
+    known = set(re.findall(r"--(\w+): #", text))
+    for svg in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL):
+        assert set(re.findall(r"var\(--(\w+)\)", svg)) <= known
+        left = re.sub(r"(fill|stroke): (#\w+); \1: light-dark\(\2, #\w+\)", "", svg)
+        assert re.findall(r"(?:fill|stroke)[:=] ?\"?#\w+", left) == []
+        assert not re.search(r"<svg[^>]*font|font-family", svg)  # it has the page's
 
 
 def test_plots_say_their_numbers(text: str) -> None:
@@ -271,3 +297,67 @@ def test_the_page_can_be_walked_by_keyboard_and_by_headings(text: str) -> None:
     # HTML lets a figcaption be the first or the last thing in its figure only.
     assert len(re.findall(r"</figcaption>\s*</figure>", text)) == len(page.all("figure"))
     assert ":focus-visible" in text
+    # What scrolls can be reached, and says what it is.
+    boxes = [attributes for _, attributes in page.elements if attributes.get("class") in ("plot", "scroll")]
+    assert len(boxes) == len(page.all("svg")) + len(page.all("table"))
+    assert all(box["tabindex"] == "0" and box["role"] and box["aria-label"] for box in boxes)
+    assert len({box["aria-label"] for box in boxes if box["class"] == "plot"}) == len(page.all("svg"))
+
+
+def test_nothing_of_the_page_is_wider_than_a_phone(text: str) -> None:
+    """Widths are bounds or shares; only what scrolls in a box of its own may ask for more than 320 pixels."""
+    style = text[text.index("<style>") : text.index("</style>")]
+    wide = re.findall(r"([^{}]+){[^}]*(?<!max-)(?<!min-)width: (?!100%)[^;}]*", re.sub(r"@media[^{]*", "", style))
+    assert wide == []
+    least = re.findall(r"([^{};]+){[^}]*?min-width: ([0-9.]+)rem", style)
+    assert {selector.strip() for selector, size in least if 16 * float(size) > 320} == {".plot svg"}
+
+
+# ---- many checkpoints
+
+
+@pytest.mark.parametrize("count", [4, 5, 12])
+def test_many_checkpoints_get_a_row_each_and_words(count: int, synthetic: SimpleNamespace) -> None:
+    names = [f"grown {index} of a family whose names are long" for index in range(count)]
+    strengths = [6.0 + 5 * (index if index < 3 else 2) for index in range(count)]
+    files = {f"f{i}": synthetic.evaluation(strengths[i], names[i]) for i in range(count)}
+    inputs = read_inputs(synthetic.write(**files))
+    table = headline(inputs).blocks[0]
+    if count == 4:
+        assert table.header[1:5] == tuple(names) and table.last_counts
+        return
+    assert [row[0] for row in table.rows] == names and not table.last_counts
+    column = table.header.index("phone book: accuracy, all cells")
+    assert [row[column].endswith("\nbest") for row in table.rows] == [False, False, *[True] * (count - 2)]
+    # Nobody is best where all are alike.
+    alike = table.header.index("bits per byte at positions 0 to 256")
+    assert not any(row[alike].endswith("best") for row in table.rows)
+    words = in_words(inputs).blocks[0]
+    assert words.opening.startswith(f"Of {count} checkpoints {names[2]}, ")
+    told = {name: sentence for name, sentence, _ in words.told}
+    sentence = told["Phone book: accuracy, all cells"]
+    assert f" and {names[-1]} alike (0." in sentence and f"next {names[1]} (0." in sentence
+    assert sentence.endswith(f"clearly behind. Last: {names[0]} ({table.rows[0][column].splitlines()[0]}).")
+    assert title_of(inputs) == f"What the model remembers: {names[0]} and {count - 1} others"
+
+
+def test_plots_of_many_checkpoints_keep_their_legend_inside(synthetic: SimpleNamespace) -> None:
+    """matplotlib warns where a legend or a title leaves no room for a plot; warnings are errors here."""
+    name = "a checkpoint with a name that is rather long for a legend"
+    files = {f"f{i}": synthetic.evaluation(4.0 + 3 * i, f"{name} {i}") for i in range(9)}  # more than there are colours
+    # Two sizes of the state are no curve, however many files have them.
+    assert state_size(read_inputs(synthetic.write(**files))) is None
+    for i, data in enumerate(files.values()):
+        data["checkpoint"]["state_size"] = 20480 + 4096 * i
+    text = build_report(synthetic.write(**files), synthetic.folder / "many.html").read_text(encoding="utf-8")
+    plots = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert len(plots) == 6
+    for svg in plots:
+        width = float(re.search(r'viewBox="0 0 ([0-9.]+) ', svg)[1])
+        # A letter of ten points takes six at most, on average.
+        starts = re.findall(r'anchor: start[^>]*x="([0-9.]+)"[^>]*>([^<]*)<', svg)
+        reach = [float(x) + 6 * len(words) for x, words in starts]
+        assert not reach or max(reach) <= width
+    assert len(text) < 400_000
+    assert drawing.shortened("abcdefghij", 5) == "ab…ij" and drawing.shortened("abc", 3) == "abc"
+    assert drawing.folded("plain continued training", 14) == "plain\ncontinued…"

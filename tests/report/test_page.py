@@ -202,14 +202,6 @@ def test_training_alone_makes_a_page(synthetic: SimpleNamespace) -> None:
     assert [attributes["id"] for attributes in page.all("section")] == ["in-words", "training", "provenance"]
 
 
-def test_more_files_than_styles(synthetic: SimpleNamespace) -> None:
-    paths = synthetic.write(**{f"f{index}": synthetic.evaluation(4 + index) for index in range(10)})
-    page = Page(build_report(paths, synthetic.folder / "r.html").read_text(encoding="utf-8"))
-    assert len(page.all("svg")) == 5
-    # Two sizes of the state are no curve, however many files have them.
-    assert "state-size" not in page.ids()
-
-
 def test_without_a_package_the_error_says_what_to_install(
     synthetic: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

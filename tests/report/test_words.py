@@ -140,29 +140,29 @@ def test_words_are_never_split_and_paths_only_at_slashes(demo_page: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium to lay out the page")
 def test_nothing_scrolls_sideways_at_1200_pixels_and_the_page_never_does(demo_page: Path, tmp_path: Path) -> None:
-    """The width of every box that could scroll, as a browser lays it out; the script is in a copy, not in the page."""
+    """The width of every box that could scroll, as a browser lays it out in a frame as wide as a desk and as a phone.
+
+    The script that looks is in the page around it: a report holds none.
+    """
     names = sorted((ROOT / "experiments" / "results" / "length_diagnosis").glob("*.json"))
     diagnoses = build_report([str(name) for name in names], tmp_path / "d.html")
     script = """<script>
-        const wide = [...document.querySelectorAll(".scroll, .plot")].filter(box => box.scrollWidth > box.clientWidth);
-        const names = wide.map(box => box.getAttribute("aria-label") || "a plot");
-        const all = document.documentElement;
-        all.dataset.wide = JSON.stringify([all.scrollWidth > all.clientWidth, names]);
+        addEventListener("load", () => {
+          const page = document.querySelector("iframe").contentDocument, all = page.documentElement;
+          const wide = [...page.querySelectorAll(".scroll, .plot")].filter(box => box.scrollWidth > box.clientWidth);
+          const names = wide.map(box => box.getAttribute("aria-label"));
+          document.documentElement.dataset.wide = JSON.stringify([all.scrollWidth > all.clientWidth, names]);
+        });
         </script>"""
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+    flags += ["--disable-background-networking", "--disable-component-update", "--window-size=1400,900"]
     for page in (demo_page, diagnoses):
-        copy = tmp_path / "copy.html"
-        copy.write_text(page.read_text(encoding="utf-8") + script, encoding="utf-8")
-        for width in (1200, 500):
-            flags = [
-                "--headless",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--disable-quic",
-                "--no-first-run",
-                "--disable-sync",
-            ]
-            flags += ["--disable-background-networking", "--disable-component-update", f"--window-size={width},900"]
-            command = ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", copy.as_uri()]
+        for width in (1200, 360):
+            inside = html.escape(page.read_text(encoding="utf-8"))
+            frame = f'<iframe style="width: {width}px; height: 800px; border: 0" srcdoc="{inside}"></iframe>'
+            around = tmp_path / "around.html"
+            around.write_text(f"<!DOCTYPE html><html><body>{frame}{script}</body></html>", encoding="utf-8")
+            command = ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", around.as_uri()]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
             found = re.search(r'data-wide="([^"]*)"', done.stdout)
             assert found is not None

@@ -125,6 +125,7 @@ def test_missing_key_is_named() -> None:
     [
         (b"model: {checkpoint: x\n", "is not valid YAML"),
         (b"- 1\n", "must hold a mapping"),
+        (b"model: !!python/object/apply:os._exit [3]\n", "is not valid YAML"),
         (b"", "must hold a mapping"),
         (b"model: \xff\n", r"not UTF-8 text \(byte 7\)"),
     ],

@@ -8,6 +8,7 @@ import math
 import sys
 from typing import Any
 
+from longrecall.cli.completion import completed
 from longrecall.errors import UserError
 from longrecall.tables import aligned, in_runs
 from longrecall.units import format_length, parse_length
@@ -24,7 +25,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--multiple", type=int, default=16, metavar="N", help="how far to look, in training lengths [%(default)s]")
     add("--training-length", metavar="N", help="tokens: 512, 4k [the checkpoint's context_length]")
     add("--sequences", type=int, default=8, metavar="S", help="windows of the text at most [%(default)s]")
-    add("--parts", metavar="P,...", help="perplexity, state, remembrance, recall [all that fit the model]")
+    parts = add("--parts", metavar="P,...", help="perplexity, state, remembrance, recall [all that fit the model]")
+    completed(parts, ("perplexity", "state", "remembrance", "recall"), several=True)
     add("--starts", metavar="T,...", help="remembrance: tokens to leave out, 0,128,1k [a grid of about 15]")
     add("--recall-samples", type=int, default=40, metavar="N", help="first pass keys per length [%(default)s]")
     add(

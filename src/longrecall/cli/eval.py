@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from longrecall.cli.completion import completed
 from longrecall.cli.suite_options import add_suite_options, expand_suite
 from longrecall.cli.task_options import add_task_flags, parse_task_options, split_values, task_flags
 from longrecall.errors import UserError
@@ -25,11 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument
     add("checkpoint", metavar="CKPT", help="a checkpoint folder or hub id")
-    add(
-        "--tasks",
-        metavar="T,...",
-        help=f"comma-separated, of {', '.join(task_names())} and lm_eval:NAME [{_TASKS}]",
-    )
+    names = f"comma-separated, of {', '.join(task_names())} and lm_eval:NAME [{_TASKS}]"
+    completed(add("--tasks", metavar="T,...", help=names), (*task_names(), "lm_eval:"), several=True)
     others = [(name, unit) for name in task_names() if (unit := declaration_of(name).length_unit) != "tokens"]
     units = "".join(f"; {unit}: {name}" for name, unit in others)
     add("--lengths", metavar="N,...", help=f"in tokens{units} [{_LENGTHS}]")

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from longrecall.cli.completion import completed
 from longrecall.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,9 +29,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     methods = [f"{method.name} ({method.fitting})" for method in METHODS.values()]
     parser.add_argument("checkpoint", metavar="CKPT", help="the checkpoint to start from; it is not changed")
     parser.add_argument("output", metavar="OUT", help="the folder to write; complete at the end, or not there")
-    parser.add_argument("--method", required=True, help=_either(methods))
-    parser.add_argument("--layers", default="every:6", help="every:M, first:N, all, or 0,6,12 [%(default)s]")
-    parser.add_argument("--init", default="preserve", help=f"{_either(INITS)} [%(default)s]")
+    completed(parser.add_argument("--method", required=True, help=_either(methods)), METHODS)
+    layers = "every:M, first:N, all, or 0,6,12 [%(default)s]"
+    completed(parser.add_argument("--layers", default="every:6", help=layers), ("all", "every:", "first:"))
+    completed(parser.add_argument("--init", default="preserve", help=f"{_either(INITS)} [%(default)s]"), INITS)
     for flag, owners in _shorthands().items():
         option = next(iter(owners.values()))
         what = "; ".join(f"of {method}: {declared.help}" for method, declared in owners.items())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
+from longrecall.cli.completion import completed
+
 HELP = "write a checkpoint in the format of another library, which then loads it without longrecall"
 EXAMPLE = "longrecall export bigger/ stock/ --to transformers_mamba2 --pad-states"
 
@@ -13,15 +15,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
     from longrecall.models.formats import FORMATS
 
-    written = ", ".join(name for name, form in FORMATS.items() if form.stock_config is not None)
+    formats = [name for name, form in FORMATS.items() if form.stock_config is not None]
     parser.add_argument("checkpoint", metavar="CKPT", help="the checkpoint to export; it is not changed")
     parser.add_argument("output", metavar="OUT", help="the folder to write; complete at the end, or not there")
-    parser.add_argument(
+    to = parser.add_argument(
         "--to",
         metavar="FORMAT",
-        help=f"{written}; or auto_map: any model, with code by which transformers finds longrecall [the format that "
-        "CKPT was read from]",
+        help=f"{', '.join(formats)}; or auto_map: any model, with code by which transformers finds longrecall [the "
+        "format that CKPT was read from]",
     )
+    completed(to, (*formats, "auto_map"))
     parser.add_argument(
         "--pad-states",
         action="store_true",

@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
             print(backend_report.shown(args.checkpoint, as_json=args.json))
             return 0
+        from longrecall.ops.machine import describe_backends
+
         backends = describe_backends()
         print(json.dumps(backends, indent=2) if args.json else backends_as_text(backends))
         return 0
@@ -126,24 +128,6 @@ def describe(
             "parameters": 0 if origin is None else origin.travelling_numbers,
         },
     }
-
-
-def describe_backends() -> list[dict[str, Any]]:
-    """Return every backend of the recurrences: its ops, what it is good for, and why it cannot run here, if so.
-
-    Of "triton" also `without_gluon`: why its kernels for Hopper leave everything to the plain ones; None = they do not.
-    """
-    from longrecall.ops import BACKENDS
-    from longrecall.ops.backends import why_no_gluon
-
-    found = []
-    for backend in BACKENDS.values():
-        reason = backend.why_not_here()
-        facts = {"name": backend.name, "usable": reason is None, "reason": reason, "purpose": backend.purpose}
-        found.append({**facts, "ops": backend.ops})
-        if backend.name == "triton":
-            found[-1]["without_gluon"] = why_no_gluon()
-    return found
 
 
 def backends_as_text(backends: Sequence[dict[str, Any]]) -> str:

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK: by this word argcomplete's completion of every Python command finds this one.
 """The `longrecall` command: finds the verb, runs it, and turns what goes wrong into one line and an exit code.
 
 Exit codes: 0 done, 1 a bug in longrecall, 2 bad input, too little memory or a full or unwritable disk, 130 interrupted.
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -16,11 +18,13 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn, Protocol, cast
 
+from longrecall.cli import completion
 from longrecall.errors import RefusedTogether, UserError, did_you_mean, first_process, ran_out_of_memory
 from longrecall.version import __version__
 
 VERBS = (
     "demo",
+    "doctor",
     "info",
     "init",
     "expand",
@@ -134,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _settle_stdout()
         return 0
     except Exception as error:
-        if (line := _system_failure(error) or _short_memory(error)) is not None:
+        if (line := _system_failure(error) or _short_memory(error) or _missing_package(error)) is not None:
             return _complain(line, 2)
         if "--debug" in words:
             traceback.print_exc()
@@ -151,6 +155,9 @@ def _open_streams() -> None:
 
 
 def _run(words: Sequence[str]) -> int:
+    if completion.SWITCH in os.environ:
+        verb = completion.verb_typed(VERBS)
+        completion.complete(build_parser(VERBS, arguments=False) if verb is None else build_parser((verb,)))
     if not words:
         build_parser(arguments=False).print_help(sys.stderr)
         return 2
@@ -195,6 +202,15 @@ def _system_failure(error: BaseException) -> str | None:
             return f"no permission to use{place or ' a file'}; change its permissions or choose another place"
         seen = seen.__cause__ or seen.__context__
     return None
+
+
+def _missing_package(error: BaseException) -> str | None:
+    """Return the line for a package of others that is not there, None for anything else."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    # Where the package is there, what lacks is a part of it: a mistake of who asked for the part.
+    if not name or name == "longrecall" or importlib.util.find_spec(name) is not None:
+        return None
+    return f'Python has no module "{name}", which longrecall needs; longrecall doctor says what else is not installed'
 
 
 def _short_memory(error: BaseException) -> str | None:

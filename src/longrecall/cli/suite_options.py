@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from longrecall.cli.completion import completed
+
 Options = dict[str, dict[str, Any]]
 
 
@@ -34,9 +36,8 @@ class PrintAndExit(argparse.Action):
 def add_suite_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments about the papers' suites and the harness."""
     group = parser.add_argument_group("suites of the papers, lm-evaluation-harness (tasks named lm_eval:NAME)")
-    group.add_argument(
-        "--suite", metavar="NAME", help="tasks, lengths and options of a paper; NAME:offline for what needs no network"
-    )
+    suite = "tasks, lengths and options of a paper; NAME:offline for what needs no network"
+    completed(group.add_argument("--suite", metavar="NAME", help=suite), _suite_names)
     group.add_argument(
         "--list-suites", action=PrintAndExit, make=_suites, default=argparse.SUPPRESS, help="say what each suite runs"
     )
@@ -47,6 +48,12 @@ def add_suite_options(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="print the folder with our tasks for lm_eval --include_path",
     )
+
+
+def _suite_names() -> list[str]:
+    from longrecall.tasks.suites import SUITES
+
+    return list(SUITES)
 
 
 def _suites() -> str:

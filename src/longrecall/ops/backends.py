@@ -164,7 +164,7 @@ class Op:
         named = backend_from_environment()
         if named is None:
             return None if x.is_cuda else "the tensors are not on a GPU"
-        _known(named, asked=False)
+        check_known(named, asked=False)
         return None if named == TRITON else f"LONGRECALL_BACKEND is {named}"
 
     def why_no_kernels(self, inputs: Inputs, **options: Any) -> str | None:
@@ -221,7 +221,7 @@ class Op:
 
     def _named(self, name: str, inputs: Inputs, options: dict[str, Any], *, asked: bool) -> tuple[str, str | None]:
         """A backend that the call (`asked`) or the environment names."""
-        _known(name, asked)
+        check_known(name, asked)
         plain = f"{'backend' if asked else 'LONGRECALL_BACKEND'} is {name}"
         if name in self.plain:
             return name, plain
@@ -379,7 +379,8 @@ def why_no_kernel(op: str, inputs: Inputs, **options: Any) -> str | None:
     return OPS[op].why_no_kernels(inputs, **options)
 
 
-def _known(name: str, asked: bool) -> None:
+def check_known(name: str, asked: bool) -> None:
+    """Raise UserError unless there is a backend of this name, which a call (`asked`) or the environment names."""
     if name not in BACKENDS:
         near = did_you_mean(name, BACKENDS)
         raise UserError(f'unknown backend "{name}"; there are {", ".join(BACKENDS)}{_cure(asked)}.{near}')

@@ -7,18 +7,24 @@ from dataclasses import dataclass, field
 
 from longrecall.report.summaries import Number
 
+BEST = "best"
+"""The last line of a cell that holds the best number of its column."""
+
 
 @dataclass(frozen=True)
 class Table:
     """A table of text; the first column names the row. `hidden` tables unfold on a click (they back a plot).
 
-    A cell is one line, or a main line and smaller lines under it, separated by line feeds.
+    A cell is one line, or a main line and smaller lines under it, separated by line feeds; the last line of one that
+    stands out is `BEST`.
     """
 
     caption: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     hidden: bool = False
+    last_counts: bool = False
+    """Whether its last column is what it is about."""
     kind: str = "table"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -11,22 +12,19 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from longrecall.report.inputs import Evaluation, Measurement
+from longrecall.report.theme import PAGE, SERIES, SHADES, map_ink, themed
 from longrecall.units import format_length
 
-# Dark to light, so that neighbours differ in grey too; after Okabe and Ito's colours for every eye.
-_COLOURS = ("#5b5b5b", "#00548f", "#c45a00", "#00805f", "#a83a80", "#2388bd", "#8a6d00", "#1b1b1b")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _LINES: tuple[Any, ...] = ((0, (4, 2)), "-", (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
-_SHADES = LinearSegmentedColormap.from_list("shares", ["#f7fbff", "#6aaed6", "#0b4f95"])
-"""White to blue; its grey falls all the way, so that the order of shades survives a grey printer."""
-INK, _FAINT = "#222222", "#d4d4d4"
+INK, _FAINT, _PAPER = (PAGE[name][0] for name in ("ink", "line", "paper"))
+_COLOURS = [light for light, _ in SERIES]
 SETTINGS: Any = {
     "svg.fonttype": "none",
     # A label is a label: dollars start no formula.
@@ -48,8 +46,14 @@ SETTINGS: Any = {
     "grid.color": _FAINT,
     "grid.linewidth": 0.6,
 }
-_PAGE_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 WIDTH = 7.6
+_KEY_WIDTH, _LETTER_WIDTH, _LEGEND_LINE = 0.72, 0.085, 0.21
+"""Inches of a line and its gaps in a legend, of a letter, and of a row of it."""
+_MANY_MAPS = 6
+_MAP_SIDE, _BOLD_WIDTH = 0.5, 0.098
+"""Inches beside a map, and of a letter of its title."""
+_MOST_COLUMNS, _LONGEST, _LONGEST_OF_MANY = 4, 38, 22
+"""Of a legend: columns, and letters of a label, of one among many too."""
 SHARE_LIMITS = (-0.03, 1.03)
 """The vertical axis of shares: markers at 0 and 1 stay whole."""
 
@@ -104,12 +108,37 @@ def measured(evaluations: Sequence[Evaluation], task: str, metric: str) -> list[
 
 
 def add_legend(figure: Figure, series: Sequence[tuple[int, str]], lines: bool = True) -> None:
-    """Put a legend over the figure: `series` are (style index, label); without `lines` it shows the markers alone."""
+    """Put a legend over the figure: `series` are (style index, label); without `lines` it shows the markers alone.
+
+    Long labels are cut, and columns are as many as fit. The figure grows by the lines that it was not planned for.
+    """
     # Made by hand: matplotlib would leave out labels that begin with an underscore.
     plain = {} if lines else {"linestyle": ""}
     handles = [Line2D([], [], **line_style(index) | plain) for index, _ in series]
-    labels = [label for _, label in series]
-    figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, handlelength=3.2)
+    most = _LONGEST if len(series) <= _MOST_COLUMNS else _LONGEST_OF_MANY
+    labels = [shortened(label, most) for _, label in series]
+    column = _KEY_WIDTH + _LETTER_WIDTH * max(map(len, labels), default=0)
+    columns = max(1, min(_MOST_COLUMNS, int(figure.get_figwidth() / column)))
+    rows = -(-len(labels) // columns)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_LINE * max(0, rows - 1))
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False, handlelength=3.2)
+
+
+def shortened(label: str, most: int) -> str:
+    """Return a label in at most so many letters: what is cut out of its middle becomes an ellipsis."""
+    if len(label) <= most:
+        return label
+    end = (most - 1) // 2
+    return f"{label[: most - 1 - end]}…{label[len(label) - end :]}"
+
+
+_DECIMALS = re.compile(r' (?:d|x|y|points)="[^"]*"')
+"""Attributes with places, in points: a hundredth is finer than any screen, and half of the letters."""
+
+
+def folded(label: str, letters: int, lines: int = 2) -> str:
+    """Return a label in at most so many lines of so many letters each; what does not fit becomes an ellipsis."""
+    return "\n".join(textwrap.wrap(label, letters, max_lines=lines, placeholder="…"))
 
 
 def to_svg(figure: Figure, name: str, title: str) -> str:
@@ -124,7 +153,11 @@ def to_svg(figure: Figure, name: str, title: str) -> str:
     text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
     text = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', text)
     text = text.replace("url(#", f"url(#{name}-")
-    text = text.replace("'DejaVu Sans'", _PAGE_FONT.replace("'", "&#39;"))
+    # The page has its own font, and lines of text that are not turned need no turn.
+    text = re.sub(r" font-family: (?:[^;&\"]|&#39;)*;", "", text)
+    text = re.sub(r' transform="rotate\(-?0 [^)]*\)"|(?<=<g) id="[^"]*"(?=>)', "", text)
+    text = re.sub(r"\n\s*", "\n", text)
+    text = _DECIMALS.sub(lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), themed(text))
     opening = f'<svg role="img" aria-labelledby="{name}-title"'
     return text.replace("<svg", opening, 1).replace(">", f'><title id="{name}-title">{escape(title)}</title>', 1)
 
@@ -139,17 +172,6 @@ def describe(svg: str, text: str) -> str:
     return named.replace("</title>", f'</title><desc id="{place}">{escape(text)}</desc>', 1)
 
 
-def contrast(one: Any, other: Any) -> float:
-    """Return the contrast ratio, 1 to 21, of two colours (anything matplotlib takes), as WCAG 2 defines it."""
-    lighter, darker = sorted((_luminance(one), _luminance(other)), reverse=True)
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-def _luminance(colour: Any) -> float:
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
 def heat_map(
     axes: Axes, values: NDArray[np.float64], columns: Sequence[float], rows: Sequence[str], title: str
 ) -> None:
@@ -158,14 +180,13 @@ def heat_map(
     `columns` are lengths in tokens.
     """
     axes.pcolormesh(
-        np.arange(len(columns) + 1), np.arange(len(rows) + 1), values, cmap=_SHADES, vmin=0, vmax=1, edgecolors="w"
+        np.arange(len(columns) + 1), np.arange(len(rows) + 1), values, cmap=SHADES, vmin=0, vmax=1, edgecolors=_PAPER
     )
     for (row, column), value in np.ndenumerate(values):
         unknown = bool(np.isnan(value))
-        shade = "w" if unknown else _SHADES(float(value))
         if unknown:
             # Hatched, so that what was not measured is no pale "0" on a grey print.
-            hatched = Rectangle((column, row), 1, 1, facecolor="w", edgecolor=_FAINT, hatch="////", linewidth=0)
+            hatched = Rectangle((column, row), 1, 1, facecolor=_PAPER, edgecolor=_FAINT, hatch="////", linewidth=0)
             axes.add_patch(hatched)
         axes.text(
             column + 0.5,
@@ -174,7 +195,7 @@ def heat_map(
             ha="center",
             va="center",
             fontsize=9,
-            color=max(("w", "k"), key=lambda ink: contrast(ink, shade)),
+            color=INK if unknown else map_ink(float(value)),
         )
     axes.set_xticks(np.arange(len(columns)) + 0.5, [format_length(int(length)) for length in columns])
     axes.set_yticks(np.arange(len(rows)) + 0.5, rows)
@@ -209,16 +230,20 @@ def heat_map_grid(
         room: inches of a map beside its rows, for titles and ticks.
         finish: called with the axes and the title of each map, for what only this figure has.
     """
-    panels = min(len(maps), across or (2 if len(columns) > 3 else 3))
+    narrow = len(columns) <= 3 or (len(maps) > _MANY_MAPS and len(columns) <= 5)
+    panels = min(len(maps), across or (3 if narrow else 2))
     lines = -(-len(maps) // panels)
+    letters = int((WIDTH / panels - _MAP_SIDE) / _BOLD_WIDTH)
+    titles = {words: folded(words, letters) for words in maps}
+    more = 0.17 * any("\n" in title for title in titles.values())
     with mpl.rc_context({**SETTINGS, "axes.spines.left": False, "axes.spines.bottom": False}):
-        figure = Figure(figsize=(WIDTH, lines * (room + 0.34 * len(rows))), layout="constrained")
+        figure = Figure(figsize=(WIDTH, lines * (room + more + 0.34 * len(rows))), layout="constrained")
         grid = figure.subplots(lines, panels, squeeze=False, sharex=True, sharey=True)
         for axes in grid.flat[len(maps) :]:
             axes.set_visible(False)
         for place, (words, values) in enumerate(maps.items()):
             axes = grid.flat[place]
-            heat_map(axes, values, columns, rows, words)
+            heat_map(axes, values, columns, rows, titles[words])
             if finish is not None:
                 finish(axes, words)
             if place % panels == 0:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from longrecall.report.drawing import INK, SETTINGS, WIDTH, add_legend, line_style, to_svg
+from longrecall.report.drawing import INK, SETTINGS, WIDTH, add_legend, folded, line_style, to_svg
 from longrecall.report.inputs import Evaluation
 from longrecall.report.summaries import Number
 from longrecall.units import format_length
 
+_SIDE_LETTERS = 14
+"""Letters of a line under one side of a panel of slopes."""
+_MOST_TICKS = 14
 _LABEL_GAP = 0.17
 """Inches from one label to the next: a line of small type."""
 
@@ -27,7 +31,7 @@ def slope_chart(panels: Sequence[tuple[str, str, Mapping[str, tuple[Number, Numb
         order = list(dict.fromkeys(key for *_, lines in panels for key in lines))
         for axes, (left, right, lines) in zip(grid, panels, strict=True):
             _slopes(axes, order, lines, gap=_LABEL_GAP / (height - 0.8))
-            axes.set_xticks([0, 1], [left, right])
+            axes.set_xticks([0, 1], [folded(side, _SIDE_LETTERS, lines=3) for side in (left, right)])
         grid[0].set_ylabel("share right")
         return to_svg(figure, name, "Share right in each task, a line from one result file to the other")
 
@@ -59,7 +63,7 @@ def _slopes(axes: Axes, order: Sequence[str], lines: Mapping[str, tuple[Number, 
     axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.spines["bottom"].set_bounds(0, 1)
-    axes.hlines(axes.get_yticks(), 0, 1, color="#d4d4d4", linewidth=0.6, zorder=0.5)
+    axes.hlines(axes.get_yticks(), 0, 1, color=SETTINGS["grid.color"], linewidth=0.6, zorder=0.5)
 
 
 def spread(wanted: Mapping[str, float], gap: float) -> dict[str, float]:
@@ -102,7 +106,8 @@ def state_plot(evaluations: Sequence[Evaluation], quantities: Mapping[str, Mappi
             axes.set_title(words, loc="left", fontsize=9)
             axes.set_xscale("log", base=2)
             axes.set_xlim(sizes[0] / 1.5, sizes[-1] * 1.5)
-            axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=35 if len(sizes) > 3 else 0)
+            ticks = _apart(sizes)
+            axes.set_xticks(ticks, [f"{size:,}" for size in ticks], rotation=35 if len(ticks) > 3 else 0)
             axes.minorticks_off()
             axes.tick_params(labelbottom=True)
             axes.grid(axis="y")
@@ -113,6 +118,16 @@ def state_plot(evaluations: Sequence[Evaluation], quantities: Mapping[str, Mappi
         named = [(index, entry.label) for index, entry in enumerate(evaluations) if entry.label in shown]
         add_legend(figure, named, lines=False)
         return to_svg(figure, name, "Recall against the size of the recurrent state, a point per result file")
+
+
+def _apart(sizes: Sequence[int]) -> list[int]:
+    """Those of rising sizes whose numbers, on a logarithmic axis, do not run into one another."""
+    kept: list[int] = []
+    span = math.log2(sizes[-1] / sizes[0]) + 1.2
+    for size in sizes:
+        if not kept or math.log2(size / kept[-1]) > span / _MOST_TICKS:
+            kept.append(size)
+    return kept
 
 
 def _points(axes: Axes, evaluations: Sequence[Evaluation], numbers: Mapping[str, Number]) -> None:

@@ -12,7 +12,7 @@ from longrecall.errors import UserError
 from longrecall.files import check_no_input, write_text
 from longrecall.installing import install_command
 from longrecall.outputs import claim_file
-from longrecall.report.blocks import Plot, Section, spoken
+from longrecall.report.blocks import BEST, Plot, Section, spoken
 from longrecall.report.inputs import Inputs, read_inputs
 from longrecall.version import __version__
 
@@ -64,6 +64,7 @@ def _page(inputs: Inputs, title: str | None) -> str:
     from longrecall.report.drawing import describe
     from longrecall.report.opening_sections import title_of
     from longrecall.report.sections import all_sections
+    from longrecall.report.theme import style_sheet
 
     def heard(section: Section) -> Section:
         blocks = [
@@ -78,7 +79,9 @@ def _page(inputs: Inputs, title: str | None) -> str:
         resources.files("longrecall.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     )
     sections = list(map(heard, all_sections(inputs)))
-    return template.render(title=title or title_of(inputs), sections=sections, version=__version__)
+    return template.render(
+        title=title or title_of(inputs), sections=sections, version=__version__, style_sheet=style_sheet(), best=BEST
+    )
 
 
 def _breakable(line: str) -> Markup:

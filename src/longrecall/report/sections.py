@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,10 +17,12 @@ from longrecall.report import (
     sweep_sections,
     task_sections,
 )
-from longrecall.report.blocks import Block, Note, Plot, Section, Table, with_interval
+from longrecall.report.blocks import BEST, Block, Note, Plot, Section, Table, with_interval
 from longrecall.report.diagnoses import Diagnosis
 from longrecall.report.inputs import Evaluation, Inputs, Training
 from longrecall.report.summaries import (
+    MOST_BESIDE,
+    Headline,
     before_and_after,
     control_of,
     headlines,
@@ -66,6 +68,8 @@ def headline(inputs: Inputs) -> Section | None:
     if not rows:
         return None
     pair = before_and_after(evaluations)
+    if len(evaluations) > MOST_BESIDE:
+        return Section("headline", "All checkpoints", [_standings(evaluations, rows), *_changes(pair, rows)])
     header = ["quantity", *(evaluation.label for evaluation in evaluations)]
     if pair is not None:
         header.append(f"{pair[1].label} − {pair[0].label}")
@@ -75,7 +79,7 @@ def headline(inputs: Inputs) -> Section | None:
         if pair is not None:
             cells.append(with_interval(row.change(*pair), row.digits, signed=True))
         body.append(tuple(cells))
-    table = Table("Headline numbers with 95% intervals", tuple(header), tuple(body))
+    table = Table("Headline numbers with 95% intervals", tuple(header), tuple(body), last_counts=pair is not None)
     blocks: list[Block] = [table]
     if pair is not None:
         blocks.append(
@@ -85,6 +89,42 @@ def headline(inputs: Inputs) -> Section | None:
             )
         )
     return Section("headline", "What changed" if pair else "Headline numbers", blocks)
+
+
+def _standings(evaluations: Sequence[Evaluation], rows: Sequence[Headline]) -> Table:
+    """A row for each checkpoint, a column for each quantity; the best number of a column says so."""
+    best: dict[str, float | None] = {}
+    for row in rows:
+        ranked = row.best_first(evaluations)
+        different = len({number.value for _, number in ranked}) > 1
+        best[row.name] = ranked[0][1].value if different else None
+    body = []
+    for evaluation in evaluations:
+        cells = [evaluation.label]
+        for row in rows:
+            number = row.number(evaluation)
+            mark = f"\n{BEST}" if number.value is not None and number.value == best[row.name] else ""
+            cells.append(with_interval(number, row.digits) + mark)
+        body.append(tuple(cells))
+    header = ("checkpoint", *(row.name for row in rows))
+    return Table("Headline numbers with 95% intervals, a row per checkpoint", header, tuple(body))
+
+
+def _changes(pair: tuple[Evaluation, Evaluation] | None, rows: Sequence[Headline]) -> list[Block]:
+    """The difference of two of many checkpoints."""
+    if pair is None:
+        return []
+    first, second = pair
+    body = [
+        (
+            row.name,
+            *(with_interval(row.number(entry), row.digits) for entry in pair),
+            with_interval(row.change(first, second), row.digits, signed=True),
+        )
+        for row in rows
+    ]
+    header = ("quantity", first.label, second.label, f"{second.label} − {first.label}")
+    return [Table(f"{second.label} against {first.label}", header, tuple(body), last_counts=True)]
 
 
 def control(inputs: Inputs) -> Section | None:
@@ -104,7 +144,7 @@ def control(inputs: Inputs) -> Section | None:
         f"“{against.label}” was trained on without surgery. What stands in the last column is what the larger state "
         "gives beyond more training; it is a fair comparison only if both saw equally many tokens of the same data."
     )
-    table = Table(f"{after.label} against plain continued training", header, tuple(rows))
+    table = Table(f"{after.label} against plain continued training", header, tuple(rows), last_counts=True)
     return Section("control", "Compared with plain continued training", [table, Note(note)])
 
 

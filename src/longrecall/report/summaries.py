@@ -16,6 +16,8 @@ from longrecall.tasks.registry import report_parts
 
 Wanted = Callable[[Mapping[str, Any]], bool]
 """Whether a cell is among those that a number is made of."""
+MOST_BESIDE = 4
+"""Files that are compared side by side, a column each; of more than that each gets a row, and words on all of them."""
 CONTROL_WORDS = ("control", "continued")
 """A label with one of these words in it marks plain continued training."""
 
@@ -42,6 +44,11 @@ class Headline:
     def change(self, first: Evaluation, second: Evaluation) -> Number:
         """Return second - first: question by question where both were asked the same, else as independent samples."""
         return self.paired(first, second) or difference(self.number(second), self.number(first))
+
+    def best_first(self, evaluations: Sequence[Evaluation]) -> list[tuple[Evaluation, Number]]:
+        """Return the files that have a value, the best one first; equal ones in their order."""
+        known = [(entry, number) for entry in evaluations if (number := self.number(entry)).value is not None]
+        return sorted(known, key=lambda one: one[1].value or 0.0, reverse=self.more_is_better)
 
 
 def mean(measurements: Iterable[Measurement]) -> Number:

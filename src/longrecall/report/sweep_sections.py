@@ -94,8 +94,8 @@ def mqar(inputs: Inputs) -> Section | None:
         mqar_maps(maps, widths, cells, "mqar"),
         f"MQAR: {_metrics(found)} in percent, the best over learning rates and weight decays. A name with +R0 has "
         "retrieval in layer 0.",
-        "How to read it: a row that pales to the right shows how many pairs a model of this width can hold; a dark map "
-        "holds them all.",
+        "How to read it: a row that fades to the right shows how many pairs a model of this width can hold; a map "
+        "that fades nowhere holds them all.",
         Table(f"MQAR: {_metrics(found)}", header, tuple(rows), hidden=True),
     )
     return Section("mqar", "Multi-query associative recall", [plot])

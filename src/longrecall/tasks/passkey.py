@@ -273,7 +273,7 @@ _BY_DEPTH = ShareMap(
     row_text="{:.0%}".format,
     title="Pass key: share of keys recalled by length of the text and depth of the needle",
     caption="The same by depth, in percent: 0% is the beginning of the text, the farthest from the question.",
-    reading="How to read it: dark cells are recalled; a map that pales towards its top right forgets early text.",
+    reading="How to read it: cells that stand out are recalled; a map that fades to its top right forgets early text.",
 )
 _SECTION = TaskSection("Pass key by length and depth", (_BY_LENGTH, _BY_DEPTH))
 

@@ -282,8 +282,8 @@ _CHART = ShareMap(
     title="Stories: share of questions answered by type of story and length of the text",
     caption="Share of questions, in percent, answered rightly about stories that are scattered through a book: one "
     "fact needed (qa1), two (qa2), three (qa3), places beside each other (qa4), who gave what to whom (qa5).",
-    reading="How to read it: dark cells are answered; a map that stays dark to the right, beyond the dashed line where "
-    "the training length lies within it, reasons over longer texts.",
+    reading="How to read it: cells that stand out are answered; a map that does not fade to the right, beyond the "
+    "dashed line where the training length lies within it, reasons over longer texts.",
 )
 _SECTION = TaskSection("Stories in a long text", (_CHART,), tables={"exact_match": ("task", "length")})
 
