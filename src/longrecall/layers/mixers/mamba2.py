@@ -119,7 +119,7 @@ class Mamba2Step(MixerStep):
 
     def __init__(self, config: Mamba2Config, mixer: Mamba2, settings: StepSettings) -> None:
         super().__init__(config, mixer, settings)
-        self.multipliers = mixer.multipliers(mixer.in_proj.weight)
+        self.multipliers = mixer.multipliers(mixer.dt_bias.to(settings.dtype))
 
     def choices(self, buffers: Buffers) -> Sequence[Choice]:
         return [step_choice(buffers["recurrent"])]
@@ -158,4 +158,4 @@ class Mamba2Step(MixerStep):
         if mixer.out_proj.bias is None:
             stream.add_product(y, mixer.out_proj.weight)
         else:
-            stream.add(F.linear(y, mixer.out_proj.weight, mixer.out_proj.bias))
+            stream.add(stream.through(y, mixer.out_proj))

@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrecall.layers.mlp import SwiGLU
 from longrecall.layers.norm import Norm, RMSNorm
+from longrecall.ops.row_scaled import RowScaled, is_quantised, row_scaled
 
 FEW_ROWS = 4
 """Up to this batch size products are fused with what stands around them; beyond, a library's are faster."""
@@ -46,19 +47,37 @@ class Stream:
     def project(self, norm: Norm | None, weights: list[Tensor]) -> list[Tensor]:
         """The normed stream times each weight ``[n, d]`` -> ``[B, n]``."""
         x = self.normed(norm)
-        return [F.linear(x, weight) for weight in weights]
+        return [self.product(x, weight) for weight in weights]
+
+    def product(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Weight ``[n, m]`` times y ``[B, m]``, plus the bias -> ``[B, n]``."""
+        return F.linear(y, weight, bias)
 
     def add_product(self, y: Tensor, weight: Tensor) -> None:
         """Add weight ``[d, n]`` times y ``[B, n]``."""
-        self.add(F.linear(y, weight))
+        self.add(self.product(y, weight))
 
     def add_mlp(self, norm: RMSNorm, mlp: SwiGLU) -> None:
         """Add the MLP of the normed stream."""
         self.add(mlp(self.normed(norm)))
 
+    def head(self, norm: Norm, layer: nn.Module) -> Tensor:
+        """The normed stream through the model's head -> ``[B, vocab]``."""
+        logits: Tensor = layer(self.normed(norm))
+        return logits
+
+    def through(self, y: Tensor, layer: nn.Module) -> Tensor:
+        """y ``[B, m]`` through a linear layer, its bias included -> ``[B, n]``."""
+        z: Tensor = layer(y)
+        return z
+
 
 class FusedStream(Stream):
-    """The same in kernels: an output is added together with the next norm."""
+    """The same in kernels: an output is added together with the next norm.
+
+    Quantised weights are read as they are (ops/row_scaled.py): torchao's own product would form all of a weight in the
+    model's dtype, for every token.
+    """
 
     fused = True
 
@@ -85,7 +104,22 @@ class FusedStream(Stream):
         from longrecall.ops.decoding.triton.elementwise import silu_product
 
         x = self.normed(norm)
-        self.add(mlp.down_proj(silu_product(mlp.gate_proj(x), mlp.up_proj(x))))
+        y = silu_product(self.through(x, mlp.gate_proj), self.through(x, mlp.up_proj))
+        self.add(self.through(y, mlp.down_proj))
+
+    def head(self, norm: Norm, layer: nn.Module) -> Tensor:
+        return self.through(self.normed(norm), layer)
+
+    def through(self, y: Tensor, layer: nn.Module) -> Tensor:
+        if isinstance(layer, nn.Linear) and is_quantised(layer.weight):
+            return self.product(y, layer.weight, layer.bias)
+        return super().through(y, layer)
+
+    def product(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        from longrecall.ops.decoding.triton.wide_products import MOST_ROWS, wide_product
+
+        scaled = row_scaled(weight) if len(y) <= MOST_ROWS else None
+        return super().product(y, weight, bias) if scaled is None else wide_product(y, scaled, bias)
 
     def _settle(self) -> None:
         if self.update is not None:
@@ -104,26 +138,48 @@ class FewRowsStream(FusedStream):
         self._settle()
         if not isinstance(norm, RMSNorm):
             return super().project(norm, weights)
-        return norm_and_project(self.x, norm.weight, norm.eps, weights, norm.offset)
+        return norm_and_project(self.x, norm.weight, norm.eps, [_readable(w) for w in weights], norm.offset)
 
     def add_product(self, y: Tensor, weight: Tensor) -> None:
         from longrecall.ops.decoding.triton.products import add_product
 
         self._settle()
-        add_product(y, weight, self.x)
+        add_product(y, _readable(weight), self.x)
 
     def add_mlp(self, norm: RMSNorm, mlp: SwiGLU) -> None:
-        from longrecall.ops.decoding.triton.products import norm_and_gate_up
+        from longrecall.ops.decoding.triton.products import norm_and_gate_up, numbers_of
 
+        gate, up = _readable(mlp.gate_proj.weight), _readable(mlp.up_proj.weight)
+        if numbers_of(gate).dtype != numbers_of(up).dtype:
+            super().add_mlp(norm, mlp)
+            return
         self._settle()
-        y = norm_and_gate_up(self.x, norm.weight, norm.eps, mlp.gate_proj.weight, mlp.up_proj.weight, norm.offset)
-        self.add_product(y, mlp.down_proj.weight)
+        self.add_product(norm_and_gate_up(self.x, norm.weight, norm.eps, gate, up, norm.offset), mlp.down_proj.weight)
+
+    def head(self, norm: Norm, layer: nn.Module) -> Tensor:
+        if isinstance(layer, nn.Linear) and layer.bias is None and is_quantised(layer.weight):
+            return self.project(norm, [layer.weight])[0]
+        y: Tensor = layer(self.normed(norm))
+        return y
+
+    def through(self, y: Tensor, layer: nn.Module) -> Tensor:
+        return self.product(y, layer.weight, layer.bias) if isinstance(layer, nn.Linear) else super().through(y, layer)
+
+    def product(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        from longrecall.ops.decoding.triton.products import product
+
+        return product(y, _readable(weight), bias)
+
+
+def _readable(weight: Tensor) -> Tensor | RowScaled:
+    """A weight as kernels take it."""
+    return row_scaled(weight) or weight
 
 
 class InnerStream(Stream):
     """The stream that a layer inside another layer sees: its output ``[B, d]`` is kept instead of being added.
 
-    It reads from `stream`. The last product of the inner layer is put off in `product`: the outer layer may form it
+    It reads from `stream`. The last product of the inner layer is `put_off`: the outer layer may form it
     together with a product of its own. Products of the same input with the weights `more`, which the outer layer needs,
     are formed in one launch with the first ones of the inner layer, and left in `rest`.
     """
@@ -133,7 +189,7 @@ class InnerStream(Stream):
         self.stream, self.more, self.carried = stream, more, stream.carried
         self.rest: list[Tensor] | None = None
         self.found: Tensor | None = None
-        self.product: tuple[Tensor, Tensor] | None = None
+        self.put_off: tuple[Tensor, Tensor] | None = None
 
     def normed(self, norm: Norm | None) -> Tensor:
         return self.stream.normed(norm)
@@ -145,6 +201,12 @@ class InnerStream(Stream):
         self.rest = found[len(weights) :]
         return found[: len(weights)]
 
+    def through(self, y: Tensor, layer: nn.Module) -> Tensor:
+        return self.stream.through(y, layer)
+
+    def product(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.stream.product(y, weight, bias)
+
     def projected(self, norm: Norm | None) -> list[Tensor]:
         """The products with `more`, formed now if the inner layer has not asked for any."""
         return self.stream.project(norm, self.more) if self.rest is None else self.rest
@@ -153,15 +215,15 @@ class InnerStream(Stream):
         self.found = y if self.found is None else self.found + y
 
     def add_product(self, y: Tensor, weight: Tensor) -> None:
-        if self.found is None and self.product is None:
-            self.product = (y, weight)
+        if self.found is None and self.put_off is None:
+            self.put_off = (y, weight)
         else:
             super().add_product(y, weight)
 
     def result(self) -> Tensor:
         """The inner layer's output ``[B, d]``, with the product that was put off."""
-        if self.product is not None:
-            self.add(F.linear(*self.product))
-            self.product = None
+        if self.put_off is not None:
+            self.add(self.stream.product(*self.put_off))
+            self.put_off = None
         assert self.found is not None
         return self.found
