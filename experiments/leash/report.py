@@ -22,7 +22,8 @@ def words(arm: str) -> str:
     leash, _, keys = arm.partition("@")
     sources, weight, *options = leash.split(":")
     rest = [{"instead": "instead of the loss"}.get(option, f"hidden {option[1:]}") for option in options]
-    rest += [key.rpartition(".")[2].replace("_", " ").replace("=", " ") for key in filter(None, keys.split(","))]
+    for name, value in (key.split("=") for key in filter(None, keys.split(","))):
+        rest.append(f"{name.rpartition('.')[2].replace('_', ' ')} {value}")
     return ", ".join([sources.replace("+", " and "), f"weight {weight}", *rest])
 
 
