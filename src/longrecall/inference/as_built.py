@@ -7,8 +7,9 @@ from torch.nn.modules import module as global_hooks
 from torch.nn.utils import parametrize
 
 from longrecall.errors import UserError
-from longrecall.layers.access import KINDS
+from longrecall.layers.access import KINDS, are_whole
 from longrecall.models.captured_steps import modules_of, tensors_of
+from longrecall.ops.row_scaled import is_quantised, why_not_row_scaled
 
 OUR_PACKAGES = ("longrecall", "torch", "transformers")
 """Where the modules of a model come from; what others put in their place computes something else."""
@@ -22,9 +23,10 @@ _OURS, _NOT_OURS = (tuple(f"{name}." for name in names) for names in (OUR_PACKAG
 def why_not_as_built(model: nn.Module) -> str | None:
     """Return what a step would pass over, as it works on the weights themselves; None when there is nothing.
 
-    Hooks, modules that other packages have put in a layer's place (adapters, quantised weights), weights that are more
-    than a tensor, and those that do not lie where the model's first one does. The model's own forward pass may be
-    wrapped: accelerate's autocast is.
+    Hooks, modules that other packages have put in a layer's place (adapters, quantised layers), weights that are more
+    than a tensor, and those that do not lie where the model's first one does. Two things are no reason: the model's own
+    forward pass may be wrapped, as accelerate's autocast is, and a linear layer may have a weight of torchao's with a
+    scale for each row (ops/row_scaled.py).
     """
     if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
         return "there are forward hooks of all modules"
@@ -40,19 +42,36 @@ def why_not_as_built(model: nn.Module) -> str | None:
     tensors = tensors_of(modules)
     if len({tensor.device for tensor in tensors}) > 1:
         return "its weights lie on several devices"
-    reason = _why_not_whole(tensors)
+    reason = _why_not_readable(modules, tensors)
     return None if reason is None else f"it {reason}"
 
 
 def check_whole(model: nn.Module, work: str) -> None:
     """Raise UserError, before `work` begins, on a model whose weights are not there, such as a sharded one."""
-    if reason := _why_not_whole(tensors_of(modules_of(model))):
+    modules = modules_of(model)
+    if reason := _why_not_readable(modules, tensors_of(modules)):
         raise UserError(f"{work} reads weights without calling the modules that own them, but the model {reason}")
 
 
-def _why_not_whole(tensors: list[Tensor]) -> str | None:
-    for kind in set(map(type, tensors)) - KINDS:
-        return f"has weights of a kind that kernels cannot read ({kind.__name__})"
+def _why_not_readable(modules: list[nn.Module], tensors: list[Tensor]) -> str | None:
+    others = set(map(type, tensors)) - KINDS
+    return _why_not_quantised_so(modules, others) if others else None
+
+
+def _why_not_quantised_so(modules: list[nn.Module], others: set[type]) -> str | None:
+    """What is against weights of these other types, wherever they are; None where all are row-scaled ones."""
+    for module in modules:
+        for name, weight in (*module._parameters.items(), *module._buffers.items()):
+            if weight is None or type(weight) not in others:
+                continue
+            kind = type(weight).__name__
+            if not is_quantised(weight) or not isinstance(module, nn.Linear) or name != "weight":
+                return f"has weights of a kind that kernels cannot read ({kind})"
+            if reason := why_not_row_scaled(weight):
+                return f"has a quantised weight ({kind}) that {reason}"
+    for module in modules:
+        if getattr(module, "wants_whole_weights", False) and not are_whole(module.parameters()):
+            return f"has quantised weights in a layer that works with whole ones ({type(module).__name__})"
     return None
 
 

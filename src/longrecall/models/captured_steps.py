@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from longrecall.ops.execution import backend_from_environment
+from longrecall.ops.readable import WHOLE
 
 KEPT = 4
 """Captured steps and segments a model keeps, those used last."""
@@ -74,7 +76,20 @@ def addresses(model: nn.Module) -> tuple[Any, ...]:
     # Hundreds of tuples less than the strides of all of them.
     contiguous = list(map(Tensor.is_contiguous, tensors))
     strides = [] if all(contiguous) else list(map(Tensor.stride, tensors))
-    return list(map(Tensor.data_ptr, tensors)), types, shapes, strides
+    whole = set(map(type, tensors)) <= WHOLE
+    places = tensors if whole else [part for tensor in tensors for part in parts_of(tensor)]
+    return list(map(Tensor.data_ptr, places)), [] if whole else list(map(type, tensors)), types, shapes, strides
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The tensors in which the numbers of a tensor lie: itself, or what a quantised or sharded one is made of.
+
+    Such a tensor has no memory of its own, so its address says nothing.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in parts_of(getattr(tensor, name))]
 
 
 def circumstances(device: torch.device) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from longrecall.models.captured_steps import parts_of
 from longrecall.models.config import RecurrentConfig
 
 
@@ -26,5 +27,8 @@ def fingerprint(config: RecurrentConfig, names: Iterable[str], read: Callable[[s
     for name in sorted(names):
         tensor = read(name).detach()
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        for part in parts_of(tensor):
+            if part is not tensor:  # of a quantised weight: the bytes alone would be those of another kind, too
+                digest.update(f"{type(tensor).__name__} {part.dtype} {list(part.shape)}".encode())
+            digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -19,6 +19,7 @@ import torch
 
 from longrecall.errors import UserError, did_you_mean
 from longrecall.files import expand_home
+from longrecall.models.captured_steps import addresses
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 from longrecall.outputs import claim_file
@@ -58,6 +59,7 @@ class Bank:
         self.tokenizer = tokenizer
         self._model, self._read = model, read
         self._known: _Model | None = None
+        self._where: tuple[Any, ...] = ()
         self._kept: OrderedDict[tuple[Any, ...], RecurrentState] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -138,9 +140,10 @@ class Bank:
         path = self._found(name)
         key = self.key(name)
         with self._lock:
+            owner = self._owner()
             found = self._kept.get(key)
             if found is None:
-                found = RecurrentState.load(path, self._owner())
+                found = RecurrentState.load(path, owner)
                 if found.batch_size != 1:
                     raise UserError(f"{path} holds {found.batch_size} sequences; a text of a bank is one")
                 self._kept[key] = found
@@ -166,12 +169,16 @@ class Bank:
         return path
 
     def fingerprint(self) -> str:
-        """That of the model, computed once."""
-        return self._owner().known
+        """That of the model, computed once for the tensors that it has."""
+        with self._lock:
+            return self._owner().known
 
     def _owner(self) -> _Model:
-        if self._known is None:
-            self._known = _Model(self._model.config, self._model.device, self._model.fingerprint())
+        # Others may have been put in their place meanwhile, quantised ones, say. Only with the lock.
+        where = addresses(self._model)
+        if self._known is None or where != self._where:
+            self._known, self._where = _Model(self._model.config, self._model.device, self._model.fingerprint()), where
+            self._kept.clear()
         return self._known
 
 

@@ -353,6 +353,7 @@ def why_no_kernels(mixer: Attention) -> str | None:
         return f"values are as wide as keys ({config.head_dim}) there; got {config.value_width}"
     if config.rope_scaling is not None and mixer.rotation is not None and config.rope_scaling.turned_by_position:
         return f'the angles of rope_type "{config.rope_scaling.rope_type}" depend on the position'
-    q = like.new_empty((1, 1, config.num_heads, config.head_dim))
+    # A quantised weight makes no tensors like itself.
+    q = torch.empty((1, 1, config.num_heads, config.head_dim), dtype=like.dtype, device=like.device)
     k = q[:, :, : config.kv_heads]
     return why_no_kernel("selected_attention", {"q": q, "k": k, "v": k})

@@ -119,7 +119,7 @@ class Mamba2Step(MixerStep):
 
     def __init__(self, config: Mamba2Config, mixer: Mamba2, settings: StepSettings) -> None:
         super().__init__(config, mixer, settings)
-        self.multipliers = mixer.multipliers(mixer.in_proj.weight)
+        self.multipliers = mixer.multipliers(mixer.dt_bias.to(settings.dtype))
 
     def choices(self, buffers: Buffers) -> Sequence[Choice]:
         return [step_choice(buffers["recurrent"])]

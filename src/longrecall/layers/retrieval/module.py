@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ class Retrieval(RetrievalWeights):
 
     Its state is the mixer's, prefixed ``base.``, and `chunk` ``[B, chunks, E]``; token ids are kept once for the model.
     """
+
+    wants_whole_weights: ClassVar[bool] = True
+    """Its step and its segments form keys and values of all token ids at once, with kernels for plain weights."""
 
     @visitable
     def forward(

@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrecall.layers.mlp import SwiGLU
 from longrecall.layers.norm import Norm, RMSNorm
+from longrecall.ops.row_scaled import RowScaled, is_quantised, row_scaled
 
 FEW_ROWS = 4
 """Up to this batch size products are fused with what stands around them; beyond, a library's are faster."""
@@ -56,6 +57,11 @@ class Stream:
         """Add the MLP of the normed stream."""
         self.add(mlp(self.normed(norm)))
 
+    def through(self, norm: Norm, layer: nn.Module) -> Tensor:
+        """The normed stream through a layer, such as the model's head -> ``[B, n]``."""
+        y: Tensor = layer(self.normed(norm))
+        return y
+
 
 class FusedStream(Stream):
     """The same in kernels: an output is added together with the next norm."""
@@ -94,7 +100,10 @@ class FusedStream(Stream):
 
 
 class FewRowsStream(FusedStream):
-    """The same for a handful of rows: norms and additions happen inside the products."""
+    """The same for a handful of rows: norms and additions happen inside the products.
+
+    Quantised weights are read as they are (ops/row_scaled.py).
+    """
 
     adds_inside_products = True
 
@@ -104,20 +113,34 @@ class FewRowsStream(FusedStream):
         self._settle()
         if not isinstance(norm, RMSNorm):
             return super().project(norm, weights)
-        return norm_and_project(self.x, norm.weight, norm.eps, weights, norm.offset)
+        return norm_and_project(self.x, norm.weight, norm.eps, [_readable(w) for w in weights], norm.offset)
 
     def add_product(self, y: Tensor, weight: Tensor) -> None:
         from longrecall.ops.decoding.triton.products import add_product
 
         self._settle()
-        add_product(y, weight, self.x)
+        add_product(y, _readable(weight), self.x)
 
     def add_mlp(self, norm: RMSNorm, mlp: SwiGLU) -> None:
-        from longrecall.ops.decoding.triton.products import norm_and_gate_up
+        from longrecall.ops.decoding.triton.products import norm_and_gate_up, numbers_of
 
+        gate, up = _readable(mlp.gate_proj.weight), _readable(mlp.up_proj.weight)
+        if numbers_of(gate).dtype != numbers_of(up).dtype:
+            super().add_mlp(norm, mlp)
+            return
         self._settle()
-        y = norm_and_gate_up(self.x, norm.weight, norm.eps, mlp.gate_proj.weight, mlp.up_proj.weight, norm.offset)
-        self.add_product(y, mlp.down_proj.weight)
+        self.add_product(norm_and_gate_up(self.x, norm.weight, norm.eps, gate, up, norm.offset), mlp.down_proj.weight)
+
+    def through(self, norm: Norm, layer: nn.Module) -> Tensor:
+        # A library's product with a quantised weight would form all of it in the model's dtype for every token.
+        if not (isinstance(layer, nn.Linear) and layer.bias is None and is_quantised(layer.weight)):
+            return super().through(norm, layer)
+        return self.project(norm, [layer.weight])[0]
+
+
+def _readable(weight: Tensor) -> Tensor | RowScaled:
+    """A weight as kernels take it."""
+    return row_scaled(weight) or weight
 
 
 class InnerStream(Stream):
