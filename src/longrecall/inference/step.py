@@ -165,6 +165,6 @@ class DecodingStep:
             stream.carried[EMBEDDED] = x.to(dtype, copy=True)[:, None]
         for step, buffers in zip(self.steps, layers, strict=True):
             step(stream, buffers, position)
-        logits = self.logit_scale(stream.through(model.norm, self.lm_head))
+        logits = self.logit_scale(stream.head(model.norm, self.lm_head))
         position += 1
         return logits

@@ -80,7 +80,13 @@ def test_mlp_and_added_product(kind: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=4e-5, atol=1e-4)
     stream, before = x.clone(), x.double()
     products.add_product(found, down, stream)
-    torch.testing.assert_close(stream.double(), before + found.double() @ exact(down).T, rtol=1e-5, atol=1e-4)
+    expected = found.double() @ exact(down).T
+    torch.testing.assert_close(stream.double(), before + expected, rtol=1e-5, atol=1e-4)
+    # Rows of another tensor's columns, as of several products in one launch; with a bias and without.
+    rows, bias = torch.cat([x, found, x], 1)[:, SIZE : SIZE + 11], randn(6, SIZE)
+    for given in (None, bias):
+        whole = expected if given is None else expected + given.double()
+        torch.testing.assert_close(products.product(rows, down, given).double(), whole, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -297,7 +297,7 @@ class AttentionStep(CacheStep):
         if self.mixer.o_proj.bias is None:
             stream.add_product(found, self.mixer.o_proj.weight)
         else:
-            stream.add(self.mixer.o_proj(found))
+            stream.add(stream.through(found, self.mixer.o_proj))
 
     def _fused(self, stream: Stream, norm: Norm | None, buffers: Buffers, position: Tensor) -> Tensor:
         """What the heads read ``[B, H * P]``, gated."""

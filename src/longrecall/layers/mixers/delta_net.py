@@ -15,6 +15,7 @@ from longrecall.layers.mixers.linear_attention import LinearAttentionMixer, mask
 from longrecall.layers.mixers.linear_attention_step import LinearAttentionStep, linear_attention_step
 from longrecall.layers.norm import l2_normalise
 from longrecall.layers.stepping.step import Step, StepSettings
+from longrecall.layers.stepping.stream import Stream
 from longrecall.ops import gated_delta_rule
 from longrecall.ops.delta_rule.gates import delta_gates
 
@@ -111,7 +112,7 @@ class GatedDeltaNetStep(DeltaNetStep):
 
     mixer: GatedDeltaNet
 
-    def decay(self, projected: dict[str, Tensor]) -> Any:
+    def decay(self, stream: Stream, projected: dict[str, Tensor]) -> Any:
         from longrecall.ops.decoding.triton.recurrence import Gate
 
         return Gate("delta", projected["a"], self.mixer.dt_bias, self.mixer.A_log)

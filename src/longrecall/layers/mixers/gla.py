@@ -13,6 +13,7 @@ from longrecall.layers.mixers.base import LayerState
 from longrecall.layers.mixers.linear_attention import LinearAttentionMixer, mask_tokens
 from longrecall.layers.mixers.linear_attention_step import LinearAttentionStep, linear_attention_step
 from longrecall.layers.stepping.step import Step, StepSettings
+from longrecall.layers.stepping.stream import Stream
 from longrecall.ops import gated_linear_attention, merged_linear_attention
 
 
@@ -59,8 +60,9 @@ class GLAStep(LinearAttentionStep):
     def more_weights(self) -> dict[str, Tensor]:
         return {"gk": self.mixer.gk_proj.get_parameter("0.weight")}
 
-    def decay(self, projected: dict[str, Tensor]) -> Any:
+    def decay(self, stream: Stream, projected: dict[str, Tensor]) -> Any:
         from longrecall.ops.decoding.triton.recurrence import Gate
 
         mixer = self.mixer
-        return Gate("channel", mixer.gk_proj[1](projected["gk"]), divisor=mixer.config.gate_divisor)
+        raw = stream.through(projected["gk"], mixer.gk_proj[1])
+        return Gate("channel", raw, divisor=mixer.config.gate_divisor)

@@ -25,7 +25,7 @@ class LinearAttentionStep(MixerStep):
 
     mixer: LinearAttentionMixer
 
-    def decay(self, projected: dict[str, Tensor]) -> Any:
+    def decay(self, stream: Stream, projected: dict[str, Tensor]) -> Any:
         """The `Gate` (ops/decoding/triton/recurrence.py) by which the state fades."""
         from longrecall.ops.decoding.triton.recurrence import Gate
 
@@ -61,7 +61,7 @@ class LinearAttentionStep(MixerStep):
             k,
             v,
             state,
-            self.decay(projected),
+            self.decay(stream, projected),
             scale=float(mixer.head_width) ** -0.5,
             key_heads=q.shape[1] // mixer.head_width,
             value_heads=1 if merged else value_heads,

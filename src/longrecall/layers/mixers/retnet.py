@@ -13,6 +13,7 @@ from longrecall.layers.mixers.linear_attention import LinearAttentionMixer, mask
 from longrecall.layers.mixers.linear_attention_step import LinearAttentionStep, linear_attention_step
 from longrecall.layers.rotary import apply_rotary, token_positions
 from longrecall.layers.stepping.step import Step, StepSettings
+from longrecall.layers.stepping.stream import Stream
 from longrecall.ops import gated_linear_attention, merged_linear_attention
 
 
@@ -65,7 +66,7 @@ class RetNetStep(LinearAttentionStep):
         heads = y[:, None].unflatten(-1, (-1, self.mixer.head_width))
         return apply_rotary(heads, position[:, None], self.mixer.config.rope_theta).flatten(1)
 
-    def decay(self, projected: dict[str, Tensor]) -> Any:
+    def decay(self, stream: Stream, projected: dict[str, Tensor]) -> Any:
         from longrecall.ops.decoding.triton.recurrence import Gate
 
         return Gate("fixed", self.mixer.log_decays(projected["q"].device).float())

@@ -57,10 +57,14 @@ class Stream:
         """Add the MLP of the normed stream."""
         self.add(mlp(self.normed(norm)))
 
-    def through(self, norm: Norm, layer: nn.Module) -> Tensor:
-        """The normed stream through a layer, such as the model's head -> ``[B, n]``."""
-        y: Tensor = layer(self.normed(norm))
-        return y
+    def head(self, norm: Norm, layer: nn.Module) -> Tensor:
+        """The normed stream through the model's head -> ``[B, vocab]``."""
+        return self.through(self.normed(norm), layer)
+
+    def through(self, y: Tensor, layer: nn.Module) -> Tensor:
+        """y ``[B, m]`` through a linear layer, its bias included -> ``[B, n]``."""
+        z: Tensor = layer(y)
+        return z
 
 
 class FusedStream(Stream):
@@ -131,11 +135,17 @@ class FewRowsStream(FusedStream):
         self._settle()
         self.add_product(norm_and_gate_up(self.x, norm.weight, norm.eps, gate, up, norm.offset), mlp.down_proj.weight)
 
-    def through(self, norm: Norm, layer: nn.Module) -> Tensor:
-        # A library's product with a quantised weight would form all of it in the model's dtype for every token.
-        if not (isinstance(layer, nn.Linear) and layer.bias is None and is_quantised(layer.weight)):
-            return super().through(norm, layer)
-        return self.project(norm, [layer.weight])[0]
+    def head(self, norm: Norm, layer: nn.Module) -> Tensor:
+        quantised = isinstance(layer, nn.Linear) and layer.bias is None and is_quantised(layer.weight)
+        return self.project(norm, [layer.get_parameter("weight")])[0] if quantised else super().head(norm, layer)
+
+    def through(self, y: Tensor, layer: nn.Module) -> Tensor:
+        from longrecall.ops.decoding.triton.products import product
+
+        # torchao's own product forms all of the weight in the model's dtype, for every token.
+        if not isinstance(layer, nn.Linear) or (weight := row_scaled(layer.weight)) is None:
+            return super().through(y, layer)
+        return product(y, weight, layer.bias)
 
 
 def _readable(weight: Tensor) -> Tensor | RowScaled:
@@ -167,6 +177,9 @@ class InnerStream(Stream):
         found = self.stream.project(norm, [*weights, *self.more])
         self.rest = found[len(weights) :]
         return found[: len(weights)]
+
+    def through(self, y: Tensor, layer: nn.Module) -> Tensor:
+        return self.stream.through(y, layer)
 
     def projected(self, norm: Norm | None) -> list[Tensor]:
         """The products with `more`, formed now if the inner layer has not asked for any."""

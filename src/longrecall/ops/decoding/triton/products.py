@@ -284,3 +284,37 @@ def add_product(x: Tensor, weight: Weight, stream: Tensor) -> None:
         x, x.stride(0), numbers, scales_of(weight), stream, size, count,
         SCALED=isinstance(weight, RowScaled), BN=rows, BD=columns, num_warps=4,
     )  # fmt: skip
+
+
+@kernel
+def _product_kernel(
+    x, x_row, w, scales, bias, out, size, count,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr = 0,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    x += row * x_row
+    kind: tl.constexpr = out.dtype.element_ty
+    wait_unless_prefetching(EARLY)
+    held = weight_part(w, n, count, 0, size, BD)
+    wait_if_prefetching(EARLY)
+    part = vector_part(x, 0, size, BD)
+    y = product_of(held, part, x, x, part, 0.0, 1.0, w, n, count, size, kind, False, BD)
+    y = _scaled(y, scales, n, count, SCALED)
+    if BIAS:
+        y += tl.load(bias + n, mask=n < count, other=0.0).to(tl.float32)
+    tl.store(out + row * count + n, y.to(kind), mask=n < count)
+
+
+def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """weight ``[n, d]`` x ``[B, d]`` + bias ``[n]`` -> ``[B, n]`` in the weight's dtype; the stride within rows is 1."""
+    numbers, rows = numbers_of(weight), x.shape[0]
+    count, size = numbers.shape
+    check_numbers("product", ("x", x, rows * size), ("bias", bias, count))
+    out = torch.empty(rows, count, device=x.device, dtype=weight.dtype)
+    block, columns = _tile(numbers)
+    _product_kernel[(triton.cdiv(count, block), rows)](
+        x, x.stride(0), numbers, scales_of(weight), out if bias is None else bias, out, size, count,
+        SCALED=isinstance(weight, RowScaled), BIAS=bias is not None, BN=block, BD=columns, num_warps=4,
+    )  # fmt: skip
+    return out
