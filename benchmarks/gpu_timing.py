@@ -96,7 +96,7 @@ def environment() -> dict[str, Any]:
     """GPU, driver and versions of everything that is measured, peers included."""
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
     peers = ("liger-kernel", "flash-linear-attention", "tilelang", "flash-qla")
-    for package in ("torch", "triton", "transformers", *peers, "longrecall"):
+    for package in ("torch", "triton", "transformers", "torchao", *peers, "longrecall"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -170,7 +170,7 @@ def _for_types(node: ast.AST) -> bool:
 def test_what_is_imported_is_declared() -> None:
     """Everything imported is a base dependency, or belongs to an extra and is imported only where it is used."""
     base = declared()
-    extras = {name for extra in ("data", "eval", "gpu", "logging", "serve") for name in declared(extra)}
+    extras = {name for extra in ("data", "eval", "gpu", "logging", "quantize", "serve") for name in declared(extra)}
     assert {"torch", "transformers", "matplotlib", "jinja2", "yaml"} <= base
     for path in FILES:
         for name, is_late in late(path):

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from longrecall.cli.completion import completed
+from longrecall.cli.quantize_option import add_quantize
 from longrecall.cli.suite_options import add_suite_options, expand_suite
 from longrecall.cli.task_options import add_task_flags, parse_task_options, split_values, task_flags
 from longrecall.errors import UserError
@@ -54,6 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
     machine.add_argument("--dtype", metavar="D", help="float32, bfloat16, float16 [as stored]")
+    add_quantize(machine)
     machine.add_argument(
         "--batch-tokens", default="16k", metavar="N", help="tokens per forward pass at most [%(default)s]"
     )
@@ -90,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     settings: dict[str, Any] = {
         "dtype": args.dtype,
         "device": args.device,
+        "quantize": args.quantize,
         "text": None if args.text is None else read_text(args.text),
         "options": options,
         "batch_tokens": batch_tokens,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from longrecall.cli.quantize_option import add_quantize
 from longrecall.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="with --save-state: replace FILE when it exists")
     parser.add_argument("--load-state", metavar="FILE", help="start from a kept state: the prompt is what comes after")
     parser.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 [as stored]")
+    add_quantize(parser)
     parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
     parser.add_argument("--json", action="store_true", help="print text and counts as JSON")
 
@@ -71,7 +73,8 @@ def _generate(args: argparse.Namespace, text: str) -> int:
 
     checkpoint = open_checkpoint(args.checkpoint)
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config.vocab_size)
-    model = longrecall.load(args.checkpoint, dtype=args.dtype, device=preferred_device(args.device))
+    device = preferred_device(args.device)
+    model = longrecall.load(args.checkpoint, dtype=args.dtype, device=device, quantize=args.quantize)
     start = None if args.load_state is None else longrecall.RecurrentState.load(args.load_state, model)
     # What follows a kept state is no beginning: it gets no token that marks one. A learned state has read nothing.
     tokens = list(tokenizer.encode(text, add_special_tokens=start is None or start.length == 0))

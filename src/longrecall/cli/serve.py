@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from longrecall.cli.quantize_option import add_quantize
 from longrecall.errors import UserError
 from longrecall.files import expand_home
 
@@ -39,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grace", type=float, default=30.0, metavar="S", help="seconds to finish in [%(default)s]")
     parser.add_argument("--json", action="store_true", help="say where it listens as a line of JSON")
     parser.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 [as stored]")
+    add_quantize(parser)
     parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
 
 
@@ -72,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         prefix_bytes=args.prefix_memory << 20,
         dtype=args.dtype,
         device=args.device,
+        quantize=args.quantize,
     ) as engine:
 
         def ready(host: str, port: int) -> None:

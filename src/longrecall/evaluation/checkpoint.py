@@ -26,6 +26,7 @@ def evaluate_checkpoint(
     *,
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
+    quantize: str | None = None,
     text: str | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     out: str | Path | None = None,
@@ -38,15 +39,16 @@ def evaluate_checkpoint(
     """Load the checkpoint at `path` (a folder or a hub id) and `evaluate` it, which explains the other arguments.
 
     `device` None means CUDA where there is one (with several processes on a machine, one GPU each), else the CPU;
-    `dtype` None means as stored; `compile_layers` runs the layers through torch.compile (UserError without a compiler),
-    which pays for many samples of few lengths. What can be checked without the model is checked before it is loaded.
+    `dtype` None means as stored; `quantize` is that of `longrecall.load`; `compile_layers` runs the layers through
+    torch.compile (UserError without a compiler), which pays for many samples of few lengths. What can be checked
+    without the model is checked before it is loaded.
     """
     chosen = create_tasks(tasks, text, options)
     ranks = ranks or Ranks()
     with ranks.claim(out, force=force, resume=resume):
         checkpoint = open_checkpoint(path)
         tokenizer = load_tokenizer(checkpoint.path, checkpoint.config.vocab_size)
-        model = load(path, dtype=dtype, device=preferred_device(ranks.device(device)))
+        model = load(path, dtype=dtype, device=preferred_device(ranks.device(device)), quantize=quantize)
         about = describe_model(model, str(path), checkpoint.surgery)
         with compiled_layers(model, wanted=compile_layers):
             return evaluate(

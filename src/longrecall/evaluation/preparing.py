@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from torch import nn
+
 from longrecall.errors import UserError
 from longrecall.evaluation.harness import PREFIX, HarnessTask
 from longrecall.evaluation.text_metrics import TextMetrics
 from longrecall.models.accounting import transformer_cache_size
 from longrecall.models.config import RecurrentConfig
+from longrecall.models.quantising import quantised_as
 from longrecall.tasks.registry import Task, TextMetricTask, create_task, declaration_of, task_names
 from longrecall.units import parse_length
 
@@ -94,9 +97,10 @@ def describe_model(model: Any, path: str = "", surgery: Sequence[Any] = ()) -> d
     """Return the "checkpoint" part of a result: path, fingerprint, parameters, state size, trained length, surgery.
 
     `transformer_cache` is what a Transformer of this width and depth caches a token, in numbers (`models.accounting`);
-    None where the model's config does not say its width and depth.
+    None where the model's config does not say its width and depth. With quantised weights it says their dtype, too.
     """
     config = model.config
+    kind = quantised_as(model) if isinstance(model, nn.Module) else None
     return {
         "path": path,
         "fingerprint": model.fingerprint() if hasattr(model, "fingerprint") else None,
@@ -105,4 +109,5 @@ def describe_model(model: Any, path: str = "", surgery: Sequence[Any] = ()) -> d
         "transformer_cache": transformer_cache_size(config, 1) if isinstance(config, RecurrentConfig) else None,
         "context_length": getattr(config, "context_length", None),
         "surgery": list(surgery),
+        **({} if kind is None else {"quantized": kind}),
     }

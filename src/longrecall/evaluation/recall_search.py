@@ -172,6 +172,7 @@ def search_checkpoint(
     *,
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
+    quantize: str | None = None,
     text: str | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     out: str | Path | None = None,
@@ -181,14 +182,14 @@ def search_checkpoint(
 ) -> dict[str, Any]:
     """Load the checkpoint at `path` (a folder or a hub id) and `search_recall_length`, which explains the rest.
 
-    `device` None means CUDA where there is one, else the CPU; `dtype` None means as stored. What can be checked without
-    the model is checked before it is loaded.
+    `device` None means CUDA where there is one, else the CPU; `dtype` None means as stored; `quantize` is that of
+    `longrecall.load`. What can be checked without the model is checked before it is loaded.
     """
     (chosen,) = create_tasks([task], text, options)
     with claim_file(out, force=force, resume=resume, unfinished=_PARTS):
         opened = open_checkpoint(path)
         tokenizer = load_tokenizer(opened.path, opened.config.vocab_size)
-        model = load(path, dtype=dtype, device=preferred_device(device))
+        model = load(path, dtype=dtype, device=preferred_device(device), quantize=quantize)
         about = describe_model(model, str(path), opened.surgery)
         settings |= {"out": out, "resume": resume, "force": force, "checkpoint": about}
         return search_recall_length(model, tokenizer, chosen, longest, samples, seed, **settings)

@@ -14,6 +14,7 @@ from longrecall.errors import UserError, did_you_mean
 from longrecall.models.accounting import STATE_BYTES
 from longrecall.models.checkpoint import Checkpoint, open_checkpoint
 from longrecall.models.limits import check_memory
+from longrecall.models.quantising import check_quantize, quantise
 from longrecall.models.recurrent_lm import RecurrentLM, RecurrentModel
 from longrecall.models.state import RecurrentState, zero_state
 
@@ -43,7 +44,10 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def load(
-    path: str | Path, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None
+    path: str | Path,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    quantize: str | None = None,
 ) -> RecurrentLM:
     """Load a model; native, fla, transformers and mamba_ssm formats are told apart by config.json.
 
@@ -51,15 +55,20 @@ def load(
         path: a checkpoint folder, or a hub id such as org/name.
         dtype: type of the weights in memory; None = as stored.
         device: where the weights go; None = the CPU.
+        quantize: "int8" or "fp8" gives linear layers weights of one byte a number (`models.quantising`), for inference.
 
     Returns:
         The model in evaluation mode.
 
     Raises:
-        UserError: whatever is wrong with the checkpoint (`open_checkpoint`), the dtype or the device.
+        UserError: whatever is wrong with the checkpoint (`open_checkpoint`), the dtype, the device or `quantize`.
     """
     wanted, place = parse_dtype(dtype), _parse_device(device)
-    return materialise(open_checkpoint(path), wanted, place)
+    check_quantize(quantize)
+    model = materialise(open_checkpoint(path), wanted, place)
+    if quantize is not None:
+        quantise(model, quantize)
+    return model
 
 
 def materialise(

@@ -68,6 +68,7 @@ class Engine:
         prefix_bytes: int = PREFIX_BYTES,
         dtype: str | torch.dtype | None = None,
         device: str | None = None,
+        quantize: str | None = None,
     ) -> None:
         """Begin to take requests.
 
@@ -84,6 +85,7 @@ class Engine:
             prefix_bytes: memory for states of beginnings that several prompts share; 0 = share none.
             dtype: of a checkpoint's weights; None = as stored.
             device: of a checkpoint's weights; None = the GPU if there is one.
+            quantize: "int8" or "fp8" weights of a checkpoint, as `longrecall.load` makes them.
 
         Raises:
             UserError: the model's layers cannot be decoded in slots; a number that makes no sense.
@@ -93,7 +95,7 @@ class Engine:
             checkpoint = open_checkpoint(model)
             if tokenizer is None:
                 tokenizer = load_tokenizer(checkpoint.path, checkpoint.config.vocab_size)
-            model = load(model, dtype=dtype, device=preferred_device(device))
+            model = load(model, dtype=dtype, device=preferred_device(device), quantize=quantize)
         if reason := why_no_slots(model):
             raise UserError(f"this model cannot be decoded in slots: {reason}; generate() reads one batch at a time")
         kind = model.device.type if model.device.type in SLOTS else "cuda"

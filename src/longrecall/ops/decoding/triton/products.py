@@ -307,7 +307,7 @@ def _product_kernel(
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """weight ``[n, d]`` x ``[B, d]`` + bias ``[n]`` -> ``[B, n]`` in the weight's dtype; the stride within rows is 1."""
+    """weight ``[n, d]`` x ``[B, d]`` + bias ``[n]`` -> ``[B, n]`` in the weight's dtype; rows of x may lie apart."""
     numbers, rows = numbers_of(weight), x.shape[0]
     count, size = numbers.shape
     check_numbers("product", ("x", x, rows * size), ("bias", bias, count))
