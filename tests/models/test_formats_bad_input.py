@@ -220,6 +220,11 @@ def test_tensor_that_is_no_float(folder: Path, dtype: torch.dtype) -> None:
             r"\(bitsandbytes_4bit\); .*from_pretrained\(\.\.\.\)\.dequantize\(\)",
         ),
         ({}, {"quant_method": "gptq", "bits": 4}, r"\(gptq\); .* bfloat16 or float16, or dequantise it with the tool"),
+        (
+            {},
+            {"quant_method": "torchao"},
+            r"\(torchao\); .*open it with transformers: .*as it is loaded \(--quantize\)",
+        ),
         ({"text_config": {}}, {"quant_method": "awq"}, r'"text_config\.quantization_config" says'),
         ({}, {"bits": 8}, "the weights are quantised; longrecall"),
     ],

@@ -30,6 +30,7 @@ from longrecall.models.formats.remote_code import AUTO_MAP, CODE, CODE_FILE
 from longrecall.models.formats.shards import ShardWriter, disk_errors
 from longrecall.models.formats.weights import Weights, listed, open_weights
 from longrecall.models.limits import check_numbers
+from longrecall.models.quantising import check_not_quantised
 from longrecall.models.sizes import PlainConfig
 from longrecall.models.surgery_records import SURGERY_FILE, read_surgery
 from longrecall.new_folder import NewFolder
@@ -382,8 +383,9 @@ def save(
         force: replace a non-empty folder.
 
     Raises:
-        UserError: as CheckpointWriter.
+        UserError: as CheckpointWriter; the model's weights are quantised.
     """
+    check_not_quantised(model, "saved")
     tensors = model.state_dict()
     with CheckpointWriter(folder, force=force) as writer:
         writer.set_config(model.config)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from longrecall.layers.experts import Experts
 from longrecall.models.config import RecurrentConfig
+from longrecall.models.quantising import check_not_quantised
 
 
 class RecurrentPreTrainedModel(PreTrainedModel):
@@ -31,6 +32,16 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     # Trainer and Accelerate, which shard a sequence through such an implementation, have to refuse.
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = False
     _supports_context_parallel = False
+
+    def save_pretrained(self, *args: Any, **options: Any) -> None:
+        """As transformers'.
+
+        Raises:
+            UserError: the weights were quantised in memory, and nothing says so in the config.
+        """
+        if getattr(self, "hf_quantizer", None) is None:
+            check_not_quantised(self, "saved")
+        super().save_pretrained(*args, **options)
 
     def _set_gradient_checkpointing(
         self,

@@ -63,6 +63,8 @@ def _message(start: str, method: str | None) -> str:
     load = "AutoModelForCausalLM.from_pretrained"
     if method in _DEQUANTIZED:
         made = f"make one with transformers: {load}(..., quantization_config={_DEQUANTIZED[method]})"
+    elif method == "torchao":
+        made = f"open it with transformers: {load}(...); a whole checkpoint is quantised as it is loaded (--quantize)"
     elif method is not None and method.startswith("bitsandbytes"):
         made = f"make one with transformers: {load}(...).dequantize()"
     else:
