@@ -24,7 +24,9 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpreterBuilder
 
 from longrecall.inference.step import DecodingStep
+from longrecall.models.captured_steps import parts_of
 from longrecall.models.config import RecurrentConfig
+from longrecall.models.quantising import quantise
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.ops.decoding.triton import attention as attention_decoding
 from longrecall.ops.decoding.triton import elementwise as decoding
@@ -187,7 +189,8 @@ def logits_of(model: RecurrentLM, rows: int, watch: Watch | None = None) -> list
     with contextlib.nullcontext() if watch is None else Torch(watch):
         if watch is not None:
             states = [x for buffers in step.buffers for x in buffers.values()]
-            watch.owned = [span(x) for x in (*model.parameters(), *model.buffers(), *states)]
+            own = (*model.parameters(), *model.buffers(), *states)
+            watch.owned = [span(part) for x in own for part in parts_of(x)]
         for token in range(2):
             step.ids.copy_((7 * token + 3 * torch.arange(rows)) % 40)
             found.append(step().clone())
@@ -209,6 +212,7 @@ def uses(name: str, rows: int) -> set[str]:
     """The kernels of a step."""
     few = {"_project_kernel", "_gate_up_kernel", "_add_product_kernel"}
     blending = {"_blend_products_kernel" if rows == 1 else "_blend_kernel"} if name == "retrieval" else set()
+    few |= {"_product_kernel"} if name == "gla_conv" else set()
     return KERNELS[name] | blending | (few if rows == 1 else {"_add_norm_kernel", "_silu_product_kernel"})
 
 
@@ -240,6 +244,19 @@ def test_what_steps_use_before_they_have_waited(
     assert watch.programs and (watch.ahead > 0) == (early == dependent_launch.PREFETCHING)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert not may_prefetch()
+
+
+@torch.no_grad()
+def test_the_bytes_of_quantised_weights_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are weights like others; their scales are read after the wait."""
+    pytest.importorskip("torchao")
+    model = model_of("gla_conv")
+    quantise(model, "int8")
+    expected = logits_of(model, 1)
+    watch = watched(dependent_launch.PREFETCHING, monkeypatch)
+    found = logits_of(model, 1, watch)
+    assert watch.launches >= uses("gla_conv", 1) and watch.ahead
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_every_kernel_is_watched() -> None:

@@ -59,7 +59,8 @@ class Stream:
 
     def head(self, norm: Norm, layer: nn.Module) -> Tensor:
         """The normed stream through the model's head -> ``[B, vocab]``."""
-        return self.through(self.normed(norm), layer)
+        logits: Tensor = layer(self.normed(norm))
+        return logits
 
     def through(self, y: Tensor, layer: nn.Module) -> Tensor:
         """y ``[B, m]`` through a linear layer, its bias included -> ``[B, n]``."""
@@ -136,16 +137,16 @@ class FewRowsStream(FusedStream):
         self.add_product(norm_and_gate_up(self.x, norm.weight, norm.eps, gate, up, norm.offset), mlp.down_proj.weight)
 
     def head(self, norm: Norm, layer: nn.Module) -> Tensor:
+        # Of a quantised weight torchao's product would form all numbers in the model's dtype, for every token.
         quantised = isinstance(layer, nn.Linear) and layer.bias is None and is_quantised(layer.weight)
         return self.project(norm, [layer.get_parameter("weight")])[0] if quantised else super().head(norm, layer)
 
     def through(self, y: Tensor, layer: nn.Module) -> Tensor:
         from longrecall.ops.decoding.triton.products import product
 
-        # torchao's own product forms all of the weight in the model's dtype, for every token.
-        if not isinstance(layer, nn.Linear) or (weight := row_scaled(layer.weight)) is None:
+        if not isinstance(layer, nn.Linear):
             return super().through(y, layer)
-        return product(y, weight, layer.bias)
+        return product(y, _readable(layer.weight), layer.bias)
 
 
 def _readable(weight: Tensor) -> Tensor | RowScaled:
