@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 launch = pytest.importorskip("longrecall.ops.kernels.launch")
 
-from longrecall.ops.decoding.triton import products  # noqa: E402
+from longrecall.ops.decoding.triton import products, wide_products  # noqa: E402
 from longrecall.ops.row_scaled import RowScaled  # noqa: E402
 from tests.ops.decoding.test_triton_step import DEVICE, pytestmark, randn  # noqa: E402, F401
 
@@ -87,6 +87,21 @@ def test_mlp_and_added_product(kind: torch.dtype) -> None:
     for given in (None, bias):
         whole = expected if given is None else expected + given.double()
         torch.testing.assert_close(products.product(rows, down, given).double(), whole, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("rows", [5, 70])
+def test_products_of_many_rows(kind: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles in both directions, none of them full; rows that lie apart, with a bias and without."""
+    monkeypatch.setattr(wide_products, "_COLUMNS", 16)
+    weight, bias = scaled(3, 19, SIZE, kind), randn(6, 19)
+    x = randn(1, rows, 2 * SIZE)
+    for given in (None, bias):
+        for inputs in (x[:, SIZE:], x[:, :SIZE].T.contiguous().T):
+            expected = inputs.double() @ exact(weight).T + (0 if given is None else given.double())
+            found = wide_products.wide_product(inputs, weight, given).double()
+            # Sums of 40 products in float32.
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

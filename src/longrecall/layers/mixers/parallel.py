@@ -80,8 +80,8 @@ class ParallelStep(NestedSteps):
         # Only now: every branch reads the stream as it was.
         for path, branch in branches.items():
             factor = self.config.factors(path)[1]
-            if branch.found is None and branch.product is not None:
-                y, weight = branch.product
+            if branch.found is None and branch.put_off is not None:
+                y, weight = branch.put_off
                 stream.add_product(_scaled(y, factor), weight)
             else:
                 stream.add(_scaled(branch.result(), factor))

@@ -129,9 +129,9 @@ class RetrievalStep(NestedSteps):
             config.chunk, config.top_k, vectors.shape[1],
         )  # fmt: skip
         how = (position, config.chunk, config.alpha, None if own is None else own.bias, rest[0] if rest else None)
-        if stream.adds_inside_products and base.product is not None:
+        if stream.adds_inside_products and base.put_off is not None:
             # The products before have added to `x` whatever was yet to be added.
-            kernels.add_blended_products(stream.x, base.product, (found, mixer.o_proj.weight), *how)
+            kernels.add_blended_products(stream.x, base.put_off, (found, mixer.o_proj.weight), *how)
         else:
             stream.add(kernels.blend(base.result(), F.linear(found, mixer.o_proj.weight), None, *how))
 

@@ -47,11 +47,15 @@ class Stream:
     def project(self, norm: Norm | None, weights: list[Tensor]) -> list[Tensor]:
         """The normed stream times each weight ``[n, d]`` -> ``[B, n]``."""
         x = self.normed(norm)
-        return [F.linear(x, weight) for weight in weights]
+        return [self.product(x, weight) for weight in weights]
+
+    def product(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Weight ``[n, m]`` times y ``[B, m]``, plus the bias -> ``[B, n]``."""
+        return F.linear(y, weight, bias)
 
     def add_product(self, y: Tensor, weight: Tensor) -> None:
         """Add weight ``[d, n]`` times y ``[B, n]``."""
-        self.add(F.linear(y, weight))
+        self.add(self.product(y, weight))
 
     def add_mlp(self, norm: RMSNorm, mlp: SwiGLU) -> None:
         """Add the MLP of the normed stream."""
@@ -69,7 +73,11 @@ class Stream:
 
 
 class FusedStream(Stream):
-    """The same in kernels: an output is added together with the next norm."""
+    """The same in kernels: an output is added together with the next norm.
+
+    Quantised weights are read as they are (ops/row_scaled.py): torchao's own product would form all of a weight in the
+    model's dtype, for every token.
+    """
 
     fused = True
 
@@ -96,7 +104,23 @@ class FusedStream(Stream):
         from longrecall.ops.decoding.triton.elementwise import silu_product
 
         x = self.normed(norm)
-        self.add(mlp.down_proj(silu_product(mlp.gate_proj(x), mlp.up_proj(x))))
+        self.add(
+            self.through(silu_product(self.through(x, mlp.gate_proj), self.through(x, mlp.up_proj)), mlp.down_proj)
+        )
+
+    def head(self, norm: Norm, layer: nn.Module) -> Tensor:
+        return self.through(self.normed(norm), layer)
+
+    def through(self, y: Tensor, layer: nn.Module) -> Tensor:
+        if isinstance(layer, nn.Linear) and is_quantised(layer.weight):
+            return self.product(y, layer.weight, layer.bias)
+        return super().through(y, layer)
+
+    def product(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        from longrecall.ops.decoding.triton.wide_products import MOST_ROWS, wide_product
+
+        scaled = row_scaled(weight) if len(y) <= MOST_ROWS else None
+        return super().product(y, weight, bias) if scaled is None else wide_product(y, scaled, bias)
 
     def _settle(self) -> None:
         if self.update is not None:
@@ -105,10 +129,7 @@ class FusedStream(Stream):
 
 
 class FewRowsStream(FusedStream):
-    """The same for a handful of rows: norms and additions happen inside the products.
-
-    Quantised weights are read as they are (ops/row_scaled.py).
-    """
+    """The same for a handful of rows: norms and additions happen inside the products."""
 
     adds_inside_products = True
 
@@ -137,16 +158,18 @@ class FewRowsStream(FusedStream):
         self.add_product(norm_and_gate_up(self.x, norm.weight, norm.eps, gate, up, norm.offset), mlp.down_proj.weight)
 
     def head(self, norm: Norm, layer: nn.Module) -> Tensor:
-        # Of a quantised weight torchao's product would form all numbers in the model's dtype, for every token.
-        quantised = isinstance(layer, nn.Linear) and layer.bias is None and is_quantised(layer.weight)
-        return self.project(norm, [layer.get_parameter("weight")])[0] if quantised else super().head(norm, layer)
+        if isinstance(layer, nn.Linear) and layer.bias is None and is_quantised(layer.weight):
+            return self.project(norm, [layer.weight])[0]
+        y: Tensor = layer(self.normed(norm))
+        return y
 
     def through(self, y: Tensor, layer: nn.Module) -> Tensor:
+        return self.product(y, layer.weight, layer.bias) if isinstance(layer, nn.Linear) else super().through(y, layer)
+
+    def product(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         from longrecall.ops.decoding.triton.products import product
 
-        if not isinstance(layer, nn.Linear):
-            return super().through(y, layer)
-        return product(y, _readable(layer.weight), layer.bias)
+        return product(y, _readable(weight), bias)
 
 
 def _readable(weight: Tensor) -> Tensor | RowScaled:
@@ -157,7 +180,7 @@ def _readable(weight: Tensor) -> Tensor | RowScaled:
 class InnerStream(Stream):
     """The stream that a layer inside another layer sees: its output ``[B, d]`` is kept instead of being added.
 
-    It reads from `stream`. The last product of the inner layer is put off in `product`: the outer layer may form it
+    It reads from `stream`. The last product of the inner layer is `put_off`: the outer layer may form it
     together with a product of its own. Products of the same input with the weights `more`, which the outer layer needs,
     are formed in one launch with the first ones of the inner layer, and left in `rest`.
     """
@@ -167,7 +190,7 @@ class InnerStream(Stream):
         self.stream, self.more, self.carried = stream, more, stream.carried
         self.rest: list[Tensor] | None = None
         self.found: Tensor | None = None
-        self.product: tuple[Tensor, Tensor] | None = None
+        self.put_off: tuple[Tensor, Tensor] | None = None
 
     def normed(self, norm: Norm | None) -> Tensor:
         return self.stream.normed(norm)
@@ -182,6 +205,9 @@ class InnerStream(Stream):
     def through(self, y: Tensor, layer: nn.Module) -> Tensor:
         return self.stream.through(y, layer)
 
+    def product(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.stream.product(y, weight, bias)
+
     def projected(self, norm: Norm | None) -> list[Tensor]:
         """The products with `more`, formed now if the inner layer has not asked for any."""
         return self.stream.project(norm, self.more) if self.rest is None else self.rest
@@ -190,15 +216,15 @@ class InnerStream(Stream):
         self.found = y if self.found is None else self.found + y
 
     def add_product(self, y: Tensor, weight: Tensor) -> None:
-        if self.found is None and self.product is None:
-            self.product = (y, weight)
+        if self.found is None and self.put_off is None:
+            self.put_off = (y, weight)
         else:
             super().add_product(y, weight)
 
     def result(self) -> Tensor:
         """The inner layer's output ``[B, d]``, with the product that was put off."""
-        if self.product is not None:
-            self.add(F.linear(*self.product))
-            self.product = None
+        if self.put_off is not None:
+            self.add(self.stream.product(*self.put_off))
+            self.put_off = None
         assert self.found is not None
         return self.found

@@ -311,6 +311,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     numbers, rows = numbers_of(weight), x.shape[0]
     count, size = numbers.shape
     check_numbers("product", ("x", x, rows * size), ("bias", bias, count))
+    x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(rows, count, device=x.device, dtype=weight.dtype)
     block, columns = _tile(numbers)
     _product_kernel[(triton.cdiv(count, block), rows)](
