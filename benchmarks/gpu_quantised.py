@@ -5,9 +5,10 @@
 Weights are random, in bfloat16 or quantised from it by torchao (`longrecall.models.quantising`). Of `generate()`:
 milliseconds a token by the wall clock, without the prompt (16 tokens) and the first token; `step_ms` is the median of
 the captured step alone, by CUDA events; `weights_gb` is what a token reads of weights, and `read_gbs` that by the
-step's time. `off` is how far the step's logits at batch 1 are from those of a forward pass of the same model, which
+step's time. `off` is how far the step's logits are from those of a forward pass of the same model, which
 multiplies by torchao's own product: the largest difference over the standard deviation of the logits. "products": the
-kernels of one layer's weights, in a CUDA graph over 24 layers. ``--tiny`` runs a small model on whatever there is.
+kernels of one layer's weights, in a CUDA graph over 24 layers; for many rows beside torchao's own. ``--tiny`` runs a
+small model on whatever there is.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ def weight_bytes(model: RecurrentLM) -> int:
 
 
 @torch.no_grad()
-def off(model: RecurrentLM) -> float:
+def off(model: RecurrentLM, batch: int) -> float:
     """How far the step's logits are from a forward pass; see above."""
-    ids = torch.randint(0, model.config.vocab_size, (1, 33), device=DEVICE)
+    ids = torch.randint(0, model.config.vocab_size, (batch, 33), device=DEVICE)
     before = model(ids[:, :-1], use_cache=True, logits_to_keep=1)
     expected = model(ids[:, -1:], past_key_values=before.past_key_values).logits[:, -1].float()
-    step = captured_step(model, 1) if DEVICE == "cuda" else DecodingStep(model, 1)
+    step = captured_step(model, batch) if DEVICE == "cuda" else DecodingStep(model, batch)
     step.load(before.past_key_values)
     step.ids.copy_(ids[:, -1])
     return float((step().float() - expected).abs().max() / expected.std())
@@ -87,9 +88,7 @@ def decoding(model: RecurrentLM, batch: int, count: int) -> dict[str, Any]:
         found["step_ms"] = median_ms(step, repeats=100)
         found["weights_gb"] = weight_bytes(model) / 1e9
         found["read_gbs"] = found["weights_gb"] / found["step_ms"] * 1e3
-    if batch == 1:
-        found["off"] = off(model)
-    return found | {"seconds_of_the_row": time.perf_counter() - began}
+    return found | {"off": off(model, batch), "seconds_of_the_row": time.perf_counter() - began}
 
 
 def models(rows: Rows, names: Sequence[str], batches: Sequence[int], kinds: Sequence[str], *, tiny: bool) -> None:
@@ -166,6 +165,37 @@ def products(rows: Rows) -> None:
         rows.measure(f"products of {shape}, {kind} weights", measure)
 
 
+def wide_products(rows: Rows) -> None:
+    """Products of many rows: the library's in bfloat16, torchao's, and the kernel that converts tiles."""
+    from torch.nn import functional as F
+
+    from longrecall.ops.decoding.triton.wide_products import wide_product
+    from longrecall.ops.row_scaled import row_scaled
+
+    for (shape, (wide, inner)), batch in itertools.product(SHAPES.items(), (8, 64, LARGE)):
+
+        def measure(wide: int = wide, inner: int = inner, batch: int = batch) -> dict[str, Any]:
+            x = torch.randn(batch, wide, device="cuda").bfloat16()
+            found: dict[str, Any] = {}
+            for kind in ("bf16", *KINDS):
+                layers = nn.ModuleList(nn.Linear(wide, inner, bias=False) for _ in range(LAYERS)).cuda().bfloat16()
+                if kind != "bf16":
+                    quantise(layers, kind)
+                turn = itertools.cycle(layers)
+                found[f"{kind}_us"] = 1e3 * replayed_ms(lambda turn=turn: F.linear(x, next(turn).weight), LAYERS)
+                if kind == "bf16":
+                    continue
+                parts = [row_scaled(layer.weight) for layer in layers]
+                turn = itertools.cycle(parts)
+                found[f"{kind}_kernel_us"] = 1e3 * replayed_ms(lambda turn=turn: wide_product(x, next(turn)), LAYERS)
+                expected = x.double() @ (parts[0].numbers.double() * parts[0].scales.double()[:, None]).T
+                off = (wide_product(x, parts[0]).double() - expected).abs().max()
+                found[f"{kind}_kernel_off"] = float(off / expected.std())
+            return found
+
+        rows.measure(f"product {inner} x {wide} of {shape}, {batch} rows", measure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a small model")
@@ -180,6 +210,7 @@ def main() -> None:
         states(rows, "gated_delta_net_400m_e8", 4 if tiny else LARGE, tiny=tiny)
         if DEVICE == "cuda":
             products(rows)
+            wide_products(rows)
         if not tiny:
             models(rows, ["gated_delta_net_1.5b", "mamba2_1.3b"], [ONE], kinds, tiny=tiny)
 

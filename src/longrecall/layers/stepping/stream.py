@@ -104,9 +104,8 @@ class FusedStream(Stream):
         from longrecall.ops.decoding.triton.elementwise import silu_product
 
         x = self.normed(norm)
-        self.add(
-            self.through(silu_product(self.through(x, mlp.gate_proj), self.through(x, mlp.up_proj)), mlp.down_proj)
-        )
+        y = silu_product(self.through(x, mlp.gate_proj), self.through(x, mlp.up_proj))
+        self.add(self.through(y, mlp.down_proj))
 
     def head(self, norm: Norm, layer: nn.Module) -> Tensor:
         return self.through(self.normed(norm), layer)
