@@ -8,7 +8,7 @@ from torch.nn.utils import parametrize
 
 from longrecall.errors import UserError
 from longrecall.layers.access import KINDS, are_whole
-from longrecall.models.captured_steps import modules_of, tensors_of
+from longrecall.models.captured_steps import in_memory, modules_of, tensors_of
 from longrecall.ops.row_scaled import is_quantised, why_not_row_scaled
 
 OUR_PACKAGES = ("longrecall", "torch", "transformers")
@@ -40,7 +40,7 @@ def why_not_as_built(model: nn.Module) -> str | None:
                 name = next(name for name, other in model.named_modules() if other is module)
                 return f"{name or 'the model'} {reason}"
     tensors = tensors_of(modules)
-    if len({tensor.device for tensor in tensors}) > 1:
+    if len({tensor.device for tensor in in_memory(tensors)}) > 1:
         return "its weights lie on several devices"
     reason = _why_not_readable(modules, tensors)
     return None if reason is None else f"it {reason}"
@@ -60,6 +60,7 @@ def _why_not_readable(modules: list[nn.Module], tensors: list[Tensor]) -> str | 
 
 def _why_not_quantised_so(modules: list[nn.Module], others: set[type]) -> str | None:
     """What is against weights of these other types, wherever they are; None where all are row-scaled ones."""
+    picky = {kind for kind in set(map(type, modules)) if getattr(kind, "wants_whole_weights", False)}
     for module in modules:
         for name, weight in (*module._parameters.items(), *module._buffers.items()):
             if weight is None or type(weight) not in others:
@@ -70,7 +71,7 @@ def _why_not_quantised_so(modules: list[nn.Module], others: set[type]) -> str | 
             if reason := why_not_row_scaled(weight):
                 return f"has a quantised weight ({kind}) that {reason}"
     for module in modules:
-        if getattr(module, "wants_whole_weights", False) and not are_whole(module.parameters()):
+        if type(module) in picky and not are_whole(module.parameters()):
             return f"has quantised weights in a layer that works with whole ones ({type(module).__name__})"
     return None
 

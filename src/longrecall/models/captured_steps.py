@@ -72,20 +72,30 @@ def tensors_of(modules: list[nn.Module]) -> list[Tensor]:
 def addresses(model: nn.Module) -> tuple[Any, ...]:
     """Where every parameter and buffer lies, and as what: captured work is valid as long as none has changed that."""
     tensors = tensors_of(modules_of(model))
+    kinds = [] if set(map(type, tensors)) <= WHOLE else list(map(type, tensors))
+    tensors = in_memory(tensors)
     types, shapes = [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors]
     # Hundreds of tuples less than the strides of all of them.
     contiguous = list(map(Tensor.is_contiguous, tensors))
     strides = [] if all(contiguous) else list(map(Tensor.stride, tensors))
-    whole = set(map(type, tensors)) <= WHOLE
-    places = tensors if whole else [part for tensor in tensors for part in parts_of(tensor)]
-    return list(map(Tensor.data_ptr, places)), [] if whole else list(map(type, tensors)), types, shapes, strides
+    return list(map(Tensor.data_ptr, tensors)), kinds, types, shapes, strides
+
+
+def in_memory(tensors: list[Tensor]) -> list[Tensor]:
+    """The same, with what quantised or sharded tensors are made of in their place: these have no memory themselves."""
+    if set(map(type, tensors)) <= WHOLE:
+        return tensors
+    found: list[Tensor] = []
+    for tensor in tensors:
+        # This comes before every text, and asking such a tensor for anything takes microseconds.
+        whole = type(tensor) in WHOLE
+        inner = [] if whole else [part for part in vars(tensor).values() if isinstance(part, Tensor)]
+        found += [tensor] if whole else inner or parts_of(tensor)
+    return found
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """The tensors in which the numbers of a tensor lie: itself, or what a quantised or sharded one is made of.
-
-    Such a tensor has no memory of its own, so its address says nothing.
-    """
+    """The tensors in which the numbers of a tensor lie, in a fixed order: itself, or what it is made of."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

@@ -8,6 +8,7 @@ quantised activations, four bits) are for torchao's own product.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,9 @@ _NUMBERS = {"Int8Tensor": torch.int8, "Float8Tensor": torch.float8_e4m3fn}
 
 LEAST_CAPABILITY = (8, 9)
 """The first GPUs that convert float8 by themselves."""
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 class RowScaled(NamedTuple):
@@ -65,7 +69,7 @@ def why_not_row_scaled(weight: Tensor) -> str | None:
     if scale.shape != (len(numbers), 1) or scale.dtype != torch.float32 or not scale.is_contiguous():
         return f"has scales {list(scale.shape)} in {scale.dtype}; kernels read one float32 for each row (PerRow)"
     if numbers.dtype == torch.float8_e4m3fn and numbers.is_cuda:
-        found = torch.cuda.get_device_capability(numbers.device)
+        found = _capability(numbers.device)
         if found < LEAST_CAPABILITY:
             return f"is float8, which needs compute capability 8.9 or later; the GPU has {found[0]}.{found[1]}"
     return None
