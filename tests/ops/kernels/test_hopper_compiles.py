@@ -1,4 +1,4 @@
-"""The kernels in Gluon compile for Hopper without a GPU: with the installed Triton, and slowly with every release.
+"""Kernels in Gluon and of quantised weights compile for Hopper without a GPU: slowly, with every Triton.
 
 In a process of their own: where there is no GPU, the tests' Triton interprets, also what Gluon is made of.
 """
@@ -54,6 +54,8 @@ class Case:
     least_shared: int = 0
     quick: bool = field(default=False)
     """Compiled in the default suite too."""
+    types: dict[str, str] | None = None
+    """Of the arguments of a kernel that is not in Gluon; those that are not named here are bfloat16 tensors."""
 
 
 def cases() -> list[Case]:
@@ -114,6 +116,35 @@ def cases() -> list[Case]:
             least = 2 * ring * chunk * width
             most = least + 3 * 4 * K + 1024
             found.append(Case("decoding.hopper.gated.gated_step_kernel", constants, warps, None, most, least, quick))
+    return found + products_of_quantised_weights()
+
+
+def products_of_quantised_weights() -> list[Case]:
+    """Kernels in Triton that convert bytes: int8 by their bits, float8_e4m3fn by an instruction."""
+    import triton.language as tl
+
+    from longrecall.ops.kernels.dependent_launch import PREFETCHING
+
+    integers = dict.fromkeys(("x_row", "size", "count", "total", "N", *(f"n{i}" for i in range(9))), "i32")
+    floats = dict.fromkeys(("eps", "offset"), "fp32")
+    scales = dict.fromkeys(("scales", "gate_scales", "up_scales", *(f"s{i}" for i in range(9))), "*fp32")
+    step = {"SCALED": True, "BN": 8, "BD": 1024, "EARLY": PREFETCHING}
+    tile = {"BIAS": True, "BK": 128, "DOT": tl.bfloat16, "UPCAST": False, "PRECISION": "ieee"}
+    found = []
+    for kind in ("*i8", "*fp8e4nv"):
+        weights = dict.fromkeys(("w", "gate", "up", *(f"w{i}" for i in range(9))), kind)
+        types = integers | floats | scales | weights
+        for name, constants, products in (
+            ("products._project_kernel", {**step, "PARTS": 9}, 0),
+            ("products._gate_up_kernel", step, 0),
+            ("products._add_product_kernel", step, 0),
+            ("products._product_kernel", {**step, "BIAS": True}, 0),
+            # Tiles of 64 rows are products of a warp group, in steps of 16; narrower ones are not.
+            ("wide_products._wide_product_kernel", {**tile, "BM": 64, "BN": 64}, 8),
+            ("wide_products._wide_product_kernel", {**tile, "BM": 16, "BN": 16}, 0),
+        ):
+            quick = kind == "*i8" and products == 8
+            found.append(Case(f"decoding.triton.{name}", constants, 4, products, quick=quick, types=types))
     return found
 
 
@@ -124,14 +155,17 @@ def compile_case(case: Case) -> str | None:
     """
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
     module, _, name = case.name.rpartition(".")
     kernel = getattr(importlib.import_module(f"longrecall.ops.{module}"), name)
     places = {argument: (place,) for place, argument in enumerate(kernel.arg_names)}
-    signature = {n: "constexpr" if n in case.constants else TYPES.get(n, "*bf16") for n in places}
+    types = TYPES if case.types is None else case.types
+    signature = {n: "constexpr" if n in case.constants else types.get(n, "*bf16") for n in places}
     aligned = {places[n]: [["tt.divisibility", 16]] for n, kind in signature.items() if kind.startswith("*")}
-    source = GluonASTSource(kernel, signature, {places[n]: value for n, value in case.constants.items()}, aligned)
+    read = GluonASTSource if case.types is None else ASTSource
+    source = read(kernel, signature, {places[n]: value for n, value in case.constants.items()}, aligned)
     options = {"num_warps": case.warps, "enable_fp_fusion": True}
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     shared, products = built.metadata.shared, built.asm["ptx"].count("wgmma.mma_async")
