@@ -3,9 +3,8 @@
 A form of a checkpoint is asked phone books, pass keys and strings to copy; every form gets the same texts, so answers
 are paired. The worst case of states in bfloat16 is measured: all of a text is read token by token by a decoding step
 that rounds the state after each. `generate()` reads a prompt with states in float32 and rounds them from the first new
-token on. Weights are those of the checkpoint, rounded to bfloat16, or quantised from them; they multiply in the
-checkpoint's own dtype, but for those in bfloat16, which multiply in it. On a GPU the step's kernels are measured.
-Minutes on a CPU:
+token on. Weights are those of the checkpoint (the shipped bases are stored in bfloat16, with which they multiply too),
+or quantised from them. On a GPU the step's kernels are measured. Minutes; half an hour on a CPU that others use:
 
     python -m experiments.number_formats.experiment --out experiments/results/number_formats.json
 """
@@ -25,7 +24,6 @@ from torch import Tensor
 
 import longrecall
 from experiments.common.command import provenance
-from experiments.common.measure import logits_in_segments
 from experiments.common.mixture import opened
 from longrecall.inference.step import DecodingStep
 from longrecall.models.loading import preferred_device
@@ -34,27 +32,33 @@ from longrecall.tasks.copying import copying_byte_batch
 from longrecall.tasks.passkey import passkey_byte_batch
 from longrecall.tasks.phonebook import phonebook_byte_batch
 
+LETTERS = 8
+"""Of the strings to copy."""
 ASSETS = Path(longrecall.__file__).parent / "assets"
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a model is read: dtype of its states after every token, dtype of its weights, how they are quantised."""
+    """How a model is read.
 
-    states: torch.dtype = torch.float32
-    weights: str | None = None
+    Attributes:
+        states: dtype of its states after every token, by a decoding step; None = forward passes over whole texts.
+        quantize: how its weights are quantised.
+    """
+
+    states: torch.dtype | None = None
     quantize: str | None = None
 
 
 FORMS = {
     "as stored": Form(),
-    "bf16 weights": Form(weights="bfloat16"),
+    "token by token": Form(states=torch.float32),
     "bf16 states": Form(states=torch.bfloat16),
     "int8 weights": Form(quantize="int8"),
     "fp8 weights": Form(quantize="fp8"),
     "int8 weights, bf16 states": Form(states=torch.bfloat16, quantize="int8"),
 }
-"""The first is what the others are compared with."""
+"""In bfloat16 other sums are rounded when a text is read token by token; the second form has what that alone changes."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +93,19 @@ def cells(scale: float) -> Iterator[Cell]:
             return passkey_byte_batch(g, n, length - 1, 5)
 
         yield Cell("pass key", str(length), rows(256 if length < 2048 else 128), 5, key)
-    for letters in (8,):
 
-        def copy(g: np.random.Generator, n: int, letters: int = letters) -> tuple[np.ndarray, np.ndarray]:
-            return copying_byte_batch(g, n, 2 * letters + 3, (letters, letters))
+    def copy(g: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
+        return copying_byte_batch(g, n, 2 * LETTERS + 3, (LETTERS, LETTERS))
 
-        # Letter by letter: few strings of this length are copied as a whole.
-        yield Cell("copying", str(letters), rows(256), 1, copy)
+    # Letter by letter: few strings of this length are copied as a whole.
+    yield Cell("copying", str(LETTERS), rows(256), 1, copy)
 
 
 @torch.no_grad()
-def guesses(model: RecurrentLM, ids: Tensor, states: torch.dtype) -> Tensor:
-    """The likeliest next token after each of ids ``[rows, T]``, with states of this dtype between tokens."""
-    if states == torch.float32:
-        return torch.cat([logits.argmax(-1) for _, logits in logits_in_segments(model, ids)], 1)
+def guesses(model: RecurrentLM, ids: Tensor, states: torch.dtype | None) -> Tensor:
+    """The likeliest next token after each of ids ``[rows, T]``; `states` as in `Form`."""
+    if states is None:
+        return model(ids).logits.argmax(-1)
     step = DecodingStep(model, len(ids), states)
     if ids.is_cuda:
         step.capture()
@@ -113,7 +116,7 @@ def guesses(model: RecurrentLM, ids: Tensor, states: torch.dtype) -> Tensor:
     return found
 
 
-def right_answers(model: RecurrentLM, cell: Cell, states: torch.dtype, seed: int) -> tuple[list[int], int]:
+def right_answers(model: RecurrentLM, cell: Cell, states: torch.dtype | None, seed: int) -> tuple[list[int], int]:
     """Right answers of each row, and how many a row is asked for."""
     generator = np.random.Generator(np.random.PCG64([41, seed, *(cell.task + cell.cell).encode()]))
     ids, labels = (torch.from_numpy(x) for x in opened(*cell.draw(generator, cell.rows)))
@@ -137,7 +140,7 @@ def main() -> None:
     for path in args.checkpoints:
         for name in args.forms:
             form, began = FORMS[name], time.perf_counter()
-            model = longrecall.load(path, dtype=form.weights, device=preferred_device(), quantize=form.quantize)
+            model = longrecall.load(path, device=preferred_device(), quantize=form.quantize)
             for cell in cells(args.scale):
                 right, asked = right_answers(model, cell, form.states, args.seed)
                 row = {"checkpoint": path.name, "form": name, "task": cell.task, "cell": cell.cell, "asked": asked}

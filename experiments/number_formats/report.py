@@ -17,7 +17,14 @@ from longrecall.evaluation.paired import paired_interval
 
 PAGE = "kernels/decoding.md"
 RECORD = "number_formats.json"
-FIRST = "as stored"
+WHOLE, STEPPED = "as stored", "token by token"
+COMPARED = {
+    "bf16 states": STEPPED,
+    "int8 weights": WHOLE,
+    "fp8 weights": WHOLE,
+    "int8 weights, bf16 states": STEPPED,
+}
+"""Each form beside the one that is read in the same way, which is what it is compared with."""
 NAMES = {"gla-base": "GLA", "mamba2-base": "Mamba-2"}
 TASKS = {"pairs": "{} pairs", "pass key": "key at {}", "copying": "copying {}"}
 CHANCE = ("copying",)
@@ -49,17 +56,25 @@ def cell(first: dict[str, Any], second: dict[str, Any]) -> str:
     return f"**{text}**" if low > 0 or high < 0 else text
 
 
+Key = tuple[str, str, str]
+
+
+def by_question() -> dict[Key, dict[str, dict[str, Any]]]:
+    """Measurements by checkpoint, task and cell, then by form."""
+    found: dict[Key, dict[str, dict[str, Any]]] = {}
+    for row in rows():
+        found.setdefault((row["checkpoint"], row["task"], row["cell"]), {})[row["form"]] = row
+    return found
+
+
 def tables() -> dict[str, str]:
     """The tables by name."""
-    found = rows()
-    forms = list(dict.fromkeys(row["form"] for row in found))[1:]
     lines = []
-    for first in (row for row in found if row["form"] == FIRST):
-        key = [first[name] for name in ("checkpoint", "task", "cell")]
-        others = {row["form"]: row for row in found if [row[name] for name in ("checkpoint", "task", "cell")] == key}
-        shown = [cell(first, others[form]) for form in forms]
-        lines.append([NAMES[key[0]], TASKS[key[1]].format(key[2]), number(share(first)), *shown])
-    return {"number formats": table(["base", "task", FIRST, *forms], lines)}
+    for (checkpoint, task, of), forms in by_question().items():
+        shares = [number(share(forms[form])) for form in (WHOLE, STEPPED)]
+        shown = [cell(forms[first], forms[form]) for form, first in COMPARED.items()]
+        lines.append([NAMES[checkpoint], TASKS[task].format(of), *shares, *shown])
+    return {"number formats": table(["base", "task", WHOLE, STEPPED, *COMPARED], lines)}
 
 
 if __name__ == "__main__":

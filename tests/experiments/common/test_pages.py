@@ -11,10 +11,11 @@ import pytest
 from experiments.common import pages
 from experiments.evidence import report as evidence
 from experiments.length import report as length
+from experiments.number_formats import report as number_formats
 from experiments.retrieval import report as retrieval
 from experiments.state_recall import report as state_recall
 
-REPORTS = (evidence, length, retrieval, state_recall)
+REPORTS = (evidence, length, number_formats, retrieval, state_recall)
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda module: module.__name__)
