@@ -58,7 +58,7 @@ FORMS = {
     "fp8 weights": Form(quantize="fp8"),
     "int8 weights, bf16 states": Form(states=torch.bfloat16, quantize="int8"),
 }
-"""In bfloat16 other sums are rounded when a text is read token by token; the second form has what that alone changes."""
+"""In bfloat16 other sums are rounded when a text is read token by token; the second form shows what that changes."""
 
 
 @dataclass(frozen=True)
