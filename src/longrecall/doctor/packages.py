@@ -23,6 +23,7 @@ PURPOSES = {
     "gpu": "fused kernels on NVIDIA GPUs",
     "logging": "training curves in TensorBoard",
     "peft": "adapters such as LoRA on a model",
+    "quantize": "weights of one byte a number (--quantize)",
     "report": "nothing more; it is kept for commands written for older versions",
     "serve": "longrecall serve",
 }
