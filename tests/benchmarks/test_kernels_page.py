@@ -132,6 +132,38 @@ def test_a_training_step() -> None:
     assert f"and {whole['peak_gib']:.1f} GiB with whole logits" in PAGE
 
 
+def test_plain_calls() -> None:
+    rows = {name.removeprefix("gated_delta_net_400m: "): row for name, row in rows_of("gpu_calls").items()}
+    words = " ".join(PAGE.split())
+    last = {what: rows[f"call {what}, last logits"] for what in ("1 x 4096", "8 x 4096", "1 x 65536", "1 x 1048576")}
+    assert (
+        f"take {last['1 x 4096']['ms']:.1f} ms ({rows['call 1 x 4096, all logits']['ms']:.1f} with all logits), "
+        f"8 x 4,096 {last['8 x 4096']['ms']:.1f}, 1 x 65,536 {last['1 x 65536']['ms']:.0f}. "
+        f"One million tokens are read at {last['1 x 1048576']['tokens_per_second'] / 1e3:.0f} thousand a second "
+        f"in {last['1 x 1048576']['peak_gib_beyond']:.1f} GiB"
+    ) in words
+    one, busy = (rows[f"generate, batch 1{kind}"]["ms_per_token"] for kind in ("", ", busy host"))
+    assert f"takes {one:.2f} ms at batch 1, {busy:.2f} with two processes" in words
+    fast, plain = (rows[f"generate, batch 256, {kind} states"]["tokens_per_second"] for kind in ("bfloat16", "float32"))
+    assert f"writes {fast / 1e3:.0f} thousand tokens a second with bfloat16 states, {plain / 1e3:.0f} with" in words
+
+
+def test_weights_of_one_byte() -> None:
+    rows = rows_of("gpu_quantised")
+    for title, model, batch in (
+        ("Gated DeltaNet 400M, 1", "gated_delta_net_400m", 1),
+        ("Gated DeltaNet 400M, 256", "gated_delta_net_400m", 256),
+        ("GLA 1.3B, 1", "gla_1.3b", 1),
+        ("Gated DeltaNet 1.5B, 1", "gated_delta_net_1.5b", 1),
+    ):
+        kinds = [rows[f"{model}: {kind} weights, generate, batch {batch}"] for kind in ("bf16", "int8", "fp8")]
+        assert f"| {title} | {' | '.join(format(row['ms_per_token'], '.2f') for row in kinds)} |" in PAGE
+    e8 = [rows[f"gated_delta_net_400m_e8: {kind} states, generate, batch 256"] for kind in ("bfloat16", "float32")]
+    fast, plain = (row["tokens_per_second"] / 1e3 for row in e8)
+    words = " ".join(PAGE.split())
+    assert f"writes {fast:.1f} thousand tokens a second at batch 256 with bfloat16 states, {plain:.1f} with" in words
+
+
 def test_steps_of_small_models() -> None:
     rows = rows_of("gpu_sweep_steps")
     labels = {
