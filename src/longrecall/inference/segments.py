@@ -131,20 +131,22 @@ class CapturedSegments:
 
     Off a GPU the same work runs eagerly. `lengths`: tokens of segments, ascending. `room`: tokens of the
     longest prompt, a multiple of the last, for a model with retrieval or attention layers, which reads from the first
-    token on only.
+    token on only. `pool`: memory that graphs of others use too, where no two of them run at the same time.
     """
 
     # Made in inference mode, the state could not be written outside of it.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, model: RecurrentLM, batch: int, lengths: tuple[int, ...] = LENGTHS, room: int = 0) -> None:
+    def __init__(
+        self, model: RecurrentLM, batch: int, lengths: tuple[int, ...] = LENGTHS, room: int = 0, pool: Any = None
+    ) -> None:
         check_whole(model, "reading in captured segments")
         # Not the model itself, which keeps its segments: they would keep it alive, and their memory with it.
         self.body, self.lm_head, self.device = model.model, model.lm_head, model.device
         self.logit_scale = model.logit_scale
         self.lengths, self.longest = lengths, lengths[-1]
         self.ids = {length: torch.zeros(batch, length, dtype=torch.long, device=model.device) for length in lengths}
-        self.count = torch.ones(1, dtype=torch.long, device=model.device)
+        self.count = torch.ones(batch, dtype=torch.long, device=model.device)
         zero = model.zero_state(batch)
         self.state, self.caches = StateBlocks(zero), Caches(zero, room)
         self.seen: set[Kind] = set()
@@ -160,13 +162,14 @@ class CapturedSegments:
         self.logits = torch.zeros(0, device=model.device)
         self.hidden: dict[Kind, Tensor] = {}
         self.graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
+        self.pool = pool
         self.rests = 0
 
     @torch.no_grad()
     def _run(self, kind: Kind) -> None:
         ids, mask = self.ids[kind.length], None
         if kind.padded:
-            mask = (torch.arange(kind.length, device=ids.device) < self.count).expand(ids.shape)
+            mask = torch.arange(kind.length, device=ids.device) < self.count[:, None]
         before = RecurrentState(self.caches.beside(self.state.layers, kind.start), self.state.position)
         embed = self.body.embeddings
         context = None if self.memory is None else self.memory.segment(ids, before.position, embed)
@@ -175,7 +178,7 @@ class CapturedSegments:
             hidden, after, _, _ = self.body(embed(ids), before, mask, context=context)
         # Kept: its memory is not used for anything else then, until another segment is read.
         self.hidden[kind] = hidden
-        last = hidden[:, -1] if mask is None else hidden.index_select(1, self.count - 1)[:, 0]
+        last = hidden[:, -1] if mask is None else hidden.take_along_dim((self.count - 1)[:, None, None], 1)[:, 0]
         logits = self.logit_scale(self.lm_head(last))
         if self.logits.shape != logits.shape:
             with torch.inference_mode(False):
@@ -189,9 +192,16 @@ class CapturedSegments:
         # Before the recording comes an eager run: the count of a longer segment would be out of range in it.
         self.count.fill_(1)
         # Segments run one after the other, and leave nothing in what they share.
-        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
         stream = recording_stream(self.device)
-        self.graphs[kind] = record(lambda: self._run(kind), 1, stream, pool=pool)
+        self.graphs[kind] = record(lambda: self._run(kind), 1, stream, pool=self.pool)
+        self.pool = self.graphs[kind].pool()
+
+    def prepare_rows(self) -> None:
+        """Capture what `read_rows` needs, for every length; the state is unspecified then."""
+        if self.device.type == "cuda":
+            # The longest first: the others fit into its memory.
+            for length in reversed(self.lengths):
+                self._capture(Kind(length, True))
 
     def prepare(self, columns: int) -> None:
         """Capture what a prompt of so many columns needs and has not been captured; the state is unspecified then."""
@@ -259,6 +269,19 @@ class CapturedSegments:
         return self.logits
 
     @torch.no_grad()
+    def read_rows(self, ids: Tensor, count: Tensor) -> Tensor:
+        """Read ids ``[B, T]``, of each row the first `count` ``[B]`` (at least one), in one segment.
+
+        T is a segment's length. Returns the logits ``[B, vocab]`` of every row's last token, overwritten by the next
+        call. For models whose states have a fixed shape.
+        """
+        kind = Kind(ids.shape[1], True)
+        self.ids[kind.length].copy_(ids, non_blocking=True)
+        self.count.copy_(count, non_blocking=True)
+        self._repeat(kind)
+        return self.logits
+
+    @torch.no_grad()
     def read_piece(self, ids: Tensor, start: int) -> Tensor:
         """Read on in ids ``[B, T]`` from column `start`, where a segment begins: its hidden states ``[B, S, d]``.
 
@@ -267,9 +290,12 @@ class CapturedSegments:
         kind, columns = self._pieces(ids.shape[1])[start // self.longest]
         self.ids[kind.length][:, :columns].copy_(ids[:, start : start + columns])
         self.count.fill_(columns)
+        self._repeat(kind)
+        return self.hidden[kind][:, :columns]
+
+    def _repeat(self, kind: Kind) -> None:
         graph = self.graphs.get(kind)
         if graph is None:
             self._run(kind)
         else:
             graph.replay()
-        return self.hidden[kind][:, :columns]

@@ -19,6 +19,7 @@ from longrecall.inference.eligibility import why_no_graph_by_design, why_no_reco
 from longrecall.inference.recorded_calls import NotRecordable
 from longrecall.inference.recorded_step import one_token, recorded, state_of, tensors_of
 from longrecall.inference.step import DecodingStep
+from longrecall.inference.to_device import to_device
 from longrecall.layers.recording import record, recording_stream
 from longrecall.layers.stepping.step import Buffers
 from longrecall.models.recurrent_lm import RecurrentLM
@@ -146,14 +147,14 @@ class SlotStep(DecodingStep):
 
     @torch.no_grad()
     def join(self, rows: Sequence[int], state: RecurrentState) -> None:
-        index = torch.tensor(rows, device=self.position.device)
+        index = to_device(rows, self.position.device)
         for step, buffers, layer in zip(self.steps, self.buffers, state.layers, strict=True):
             step.join(buffers, index, layer, self.position)
         self._place(index, state.position)
 
     @torch.no_grad()
     def move(self, rows: Sequence[int], to: Sequence[int]) -> None:
-        index, places = (torch.tensor(found, device=self.position.device) for found in (rows, to))
+        index, places = (to_device(found, self.position.device) for found in (rows, to))
         for buffers in self.buffers:
             for tensor in buffers.values():
                 tensor.index_copy_(0, places, tensor.index_select(0, index))
@@ -162,7 +163,7 @@ class SlotStep(DecodingStep):
 
     @torch.no_grad()
     def take(self, rows: Sequence[int]) -> RecurrentState:
-        index = torch.tensor(rows, device=self.position.device)
+        index = to_device(rows, self.position.device)
         layers = [
             step.rows_of(buffers, index, self.position) for step, buffers in zip(self.steps, self.buffers, strict=True)
         ]

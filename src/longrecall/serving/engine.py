@@ -311,7 +311,7 @@ class Engine:
             worker.drop_ended()
             while self._waiting and self._waiting[0].request.done:
                 self._waiting.popleft()
-            while self._waiting and worker.free > 0:
+            for _ in range(worker.takes(len(self._waiting))):
                 job = self._waiting.popleft()
                 if not job.request.done:
                     worker.add(job)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from longrecall.errors import first_line
 from longrecall.inference.eligibility import why_no_graph, why_not_fixed
+from longrecall.inference.prompt_batches import PromptBatches
 from longrecall.inference.reading import captured_segments, read_prompt
+from longrecall.inference.to_device import to_device
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.models.state import RecurrentState
 from longrecall.serving.prefixes import Prefixes
@@ -17,10 +21,13 @@ from longrecall.serving.request import Request
 from longrecall.serving.sampling import Sampling
 
 MOST_ROWS = 64
-"""Prompts that are read side by side at most."""
+"""Prompts that are read side by side at most, where no segments were captured for them."""
 
 WORTH_A_PASS = 8
-"""So many prompts side by side take a GPU as long as one after the other in captured segments, about."""
+"""So many prompts with caches side by side take a GPU as long as one after the other in captured segments, about."""
+
+SHARE_OF_SLOTS = 4
+"""Captured segments have a row for one slot in so many at most: their rows have states, too."""
 
 
 @dataclass(eq=False)
@@ -48,6 +55,11 @@ class Job:
         before = 0 if self.start is None else self.start.length
         self.room = before + len(self.request.prompt) + self.request.options.max_new_tokens
 
+    @property
+    def has_all(self) -> bool:
+        """Whether all its tokens are chosen, or being chosen."""
+        return self.wants_state or self.launched == self.request.options.max_new_tokens
+
     def next_end(self, segment: int) -> int:
         """How far the prompt is read next."""
         end = min(self.read + segment, len(self.request.prompt))
@@ -56,7 +68,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Ready:
-    """Jobs whose prompts are read: logits ``[n, vocab]`` of their last tokens, and their states ``[n]``."""
+    """Jobs whose prompts are read: logits ``[n, vocab]`` of their last tokens, and their states ``[n]``.
+
+    Reading on may overwrite both.
+    """
 
     jobs: list[Job]
     logits: Tensor
@@ -64,13 +79,23 @@ class Ready:
 
 
 class PromptReader:
-    """Reads at most `segment` tokens at a time, padding included."""
+    """Reads about `segment` tokens at a time."""
 
     def __init__(self, model: RecurrentLM, segment: int, prefixes: Prefixes) -> None:
         self.model, self.segment, self.prefixes = model, segment, prefixes
         self.fixed = why_not_fixed(model) is None
         self.captures = not model.config.memory_tokens and why_no_graph(model) is None
+        self.batches: PromptBatches | None = None
         self.waiting: list[Job] = []
+
+    def prepare(self, slots: int) -> None:
+        """Capture segments for short prompts, where that is possible."""
+        if not (self.captures and self.fixed):
+            return
+        try:
+            self.batches = PromptBatches(self.model, slots // SHARE_OF_SLOTS)
+        except RuntimeError as error:  # out of memory, or a driver that refuses to capture
+            warnings.warn(f"reading short prompts without CUDA graphs, which failed: {first_line(error)}", stacklevel=2)
 
     def add(self, job: Job) -> None:
         """Take a job; it begins with the longest beginning of its prompt that is known."""
@@ -83,13 +108,32 @@ class PromptReader:
             job.stops[shared] = borders[shared]
         self.waiting.append(job)
 
-    def group(self) -> list[Job]:
-        """The jobs that are read next: the first one, and others with about as many tokens to read."""
+    def groups(self) -> list[list[Job]]:
+        """The jobs that are read next, those of a list side by side."""
+        if self.batches is None:
+            return [self._alike()]
+        jobs: list[Job] = []
+        tokens = 0
+        for job in self.waiting:
+            tokens += self._next(job)
+            if jobs and tokens > self.segment:
+                break
+            jobs.append(job)
+        short = [job for job in jobs if self._next(job) <= self.batches.longest]
+        cuts = self.batches.passes([self._next(job) for job in short], self.segment)
+        return [[short[number] for number in cut] for cut in cuts] + [[job] for job in jobs if job not in short]
+
+    def _next(self, job: Job) -> int:
+        """Tokens of a job that are read next."""
+        return job.next_end(self.segment) - job.read
+
+    def _alike(self) -> list[Job]:
+        """The first job, and others with about as many tokens to read."""
         first = self.waiting[0]
-        length = first.next_end(self.segment) - first.read
+        length = self._next(first)
         found = [first]
         for job in self.waiting[1:]:
-            own = job.next_end(self.segment) - job.read
+            own = self._next(job)
             widest = max(length, own)
             if len(found) == MOST_ROWS or widest * (len(found) + 1) > self.segment:
                 break
@@ -105,7 +149,11 @@ class PromptReader:
         """Read one segment of these jobs; those whose prompts are read then, None where there is none."""
         ends = [job.next_end(self.segment) for job in jobs]
         pieces = [job.request.prompt[job.read : end] for job, end in zip(jobs, ends, strict=True)]
-        logits, after = self._forward(pieces, _side_by_side(self.model, [job.state for job in jobs]))
+        state = _side_by_side(self.model, [job.state for job in jobs])
+        batches = self.batches
+        if batches is not None and max(map(len, pieces)) > batches.longest:
+            batches = None
+        logits, after = self._forward(pieces, state) if batches is None else batches.read(pieces, state)
         done = []
         for row, (job, end) in enumerate(zip(jobs, ends, strict=True)):
             job.read = end
@@ -113,7 +161,7 @@ class PromptReader:
             self.waiting.remove(job)
             if end < len(job.request.prompt):
                 self.waiting.append(job)
-                job.state = after if len(jobs) == 1 else one_row(after, row)
+                job.state = after if len(jobs) == 1 and batches is None else one_row(after, row)
                 if end in job.stops:
                     self.prefixes.keep(job.stops.pop(end), job.state)
             else:
@@ -124,7 +172,7 @@ class PromptReader:
         for job in finished:
             job.state = job.start = None
         if len(done) < len(jobs):
-            index = torch.tensor(done, device=logits.device)
+            index = to_device(done, logits.device)
             logits, after = logits.index_select(0, index), after.select_rows(index)
         return Ready(finished, logits, after)
 
@@ -156,7 +204,7 @@ class PromptReader:
 
 def one_row(state: RecurrentState, row: int) -> RecurrentState:
     """A copy of one row."""
-    return state.select_rows(torch.tensor([row], device=state.position.device))
+    return state.select_rows(to_device([row], state.position.device))
 
 
 def _side_by_side(model: RecurrentLM, states: Sequence[RecurrentState | None]) -> RecurrentState | None:

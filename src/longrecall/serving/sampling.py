@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longrecall.inference.to_device import to_device
 from longrecall.serving.options import RequestOptions
 
 NOT_FINITE = -1
@@ -49,10 +50,13 @@ class Chosen:
 
 
 class Chooser:
-    """Chooses for a fixed list of requests, one a row; None = nobody is there. It changes their `seen`."""
+    """Chooses for a fixed list of requests, one a row; None = nobody is there. It changes their `seen`.
+
+    It goes on choosing for requests that have ended, for nobody: a new one would be made at every end.
+    """
 
     def __init__(self, rows: Sequence[Sampling | None], device: torch.device) -> None:
-        self.device = device
+        self.device, self.size = device, len(rows)
         present = [(row, sampling) for row, sampling in enumerate(rows) if sampling is not None]
         self.penal = [(row, each) for row, each in present if each.seen is not None]
         self.penal_rows, self.penalty, self.seen = self._gathered()
@@ -60,12 +64,12 @@ class Chooser:
         self.filtered = _Group([(r, s) for r, s in present if s.options.filters], device)
         told = [(row, each.options.logprobs) for row, each in present if each.options.logprobs is not None]
         self.told_rows = [row for row, _ in told]
-        self.told_index = torch.tensor(self.told_rows, dtype=torch.long, device=device)
+        self.told_index = to_device(self.told_rows, device)
         self.alternatives = max((count or 0 for _, count in told), default=0)
 
     def _gathered(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        rows = torch.tensor([row for row, _ in self.penal], dtype=torch.long, device=self.device)
-        penalty = torch.tensor([each.options.repetition_penalty for _, each in self.penal], device=self.device)
+        rows = to_device([row for row, _ in self.penal], self.device)
+        penalty = to_device([each.options.repetition_penalty for _, each in self.penal], self.device, torch.float32)
         if not self.penal:
             return rows, penalty, None
         seen = torch.stack([each.seen for _, each in self.penal if each.seen is not None])
@@ -75,7 +79,7 @@ class Chooser:
 
     @torch.no_grad()
     def __call__(self, logits: Tensor) -> Chosen:
-        """Logits ``[n, vocab]``, n at least the number of rows -> a token for each."""
+        """Logits ``[n, vocab]``, n at least `size` -> a token for each."""
         scores = self._penalised(logits)
         tokens = scores.argmax(-1)
         for group, choose in ((self.free, _of_all), (self.filtered, _of_some)):
@@ -110,19 +114,18 @@ class _Group:
         self.samplings = [sampling for _, sampling in found]
         options = [sampling.options for sampling in self.samplings]
         self.device = device
-        self.rows = torch.tensor([row for row, _ in found], dtype=torch.long, device=device)
+        self.rows = to_device([row for row, _ in found], device)
         self.temperature = self._column([each.temperature or 1.0 for each in options])
         self.top_k = self._column([each.top_k or 2**31 for each in options])
         self.top_p = self._column([each.top_p for each in options])
         self.min_p = self._column([each.min_p for each in options])
 
     def _column(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self.device)[:, None]
+        return to_device(values, self.device, torch.float32)[:, None]
 
     def draw(self) -> Tensor:
         """A number from 0 to 1 for each row ``[n, 1]``."""
-        numbers = torch.tensor([each.random.random() for each in self.samplings], dtype=torch.float32)
-        return numbers.to(self.device, non_blocking=True)[:, None]
+        return to_device([each.random.random() for each in self.samplings], self.device, torch.float32)[:, None]
 
 
 def _of_all(scores: Tensor, group: _Group) -> Tensor:

@@ -5,12 +5,14 @@ One thread owns it, and the model with it.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from longrecall.inference.slots import Slots, make_slots, slot_room
+from longrecall.inference.to_device import to_device
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.serving.prefixes import Prefixes
 from longrecall.serving.reading import Job, PromptReader, Ready, one_row
@@ -22,6 +24,16 @@ LAGGING = ("cuda",)
 
 FIRST_ROOM = 256
 """Tokens of a sequence that slots have room for at first, in models whose caches grow."""
+
+GATHERED = 16
+"""Where requests wait for slots, those in so many of them that are free are begun together: reading one prompt takes
+about as long as reading a few."""
+
+LONGEST_GATHERING = 32
+"""Steps after which free slots are filled even so."""
+
+SETTLED = 4
+"""Steps in which fewer rows would do, after which sequences move to the first rows."""
 
 NO_NUMBERS = (
     "the model's logits became NaN or infinite, so there is no next token; longrecall diagnose CKPT --text FILE says "
@@ -48,12 +60,14 @@ class Worker:
         self.rows: list[Job | None] = [None] * slots
         self.step: Slots | None = None
         self.chooser: Chooser | None = None
-        self.pending: _Outcome | None = None
+        self.pending: deque[_Outcome] = deque()
         self.lags = self.device.type in LAGGING
+        self.gathering, self.narrower = 0, 0
 
     def prepare(self) -> None:
-        """Capture or record steps before the first request comes."""
+        """Capture or record steps, and segments of prompts, before the first request comes."""
         self._step_for(FIRST_ROOM)
+        self.reader.prepare(self.slots)
 
     @property
     def free(self) -> int:
@@ -70,6 +84,19 @@ class Worker:
         """Whether there is anything to do."""
         return bool(self.reader.waiting or self.running or self.pending)
 
+    def takes(self, waiting: int) -> int:
+        """How many of so many requests that wait are to be added before the next step.
+
+        Requests for which there are slots are taken at once. Where there are too few, free slots gather.
+        """
+        free = self.free
+        scarce = self.running and waiting > free > 0
+        self.gathering = self.gathering + 1 if scarce else 0
+        if scarce and free < self.slots // GATHERED and self.gathering <= LONGEST_GATHERING:
+            return 0
+        self.gathering = 0
+        return min(free, waiting)
+
     def add(self, job: Job) -> None:
         """Take a job; there must be a free slot."""
         self.reader.add(job)
@@ -84,20 +111,21 @@ class Worker:
 
     def work(self) -> None:
         """Read one segment of prompts, if any wait, and decode one token of every slot in use."""
-        if self.reader.waiting:
-            jobs = self.reader.group()
+        for group in self.reader.groups() if self.reader.waiting else ():
+            jobs = [job for job in group if not job.request.done]
             try:
-                ready = self.reader.read(jobs)
+                ready = self.reader.read(jobs) if jobs else None
                 if ready is not None:
                     self._begin(ready)
             except Exception as error:
                 self._fail(jobs, error)
-        if self.running or self.pending is not None:
+        if self.running or self.pending:
             try:
                 self._decode()
             except Exception as error:
-                self._fail([job for job in self.rows if job is not None], error)
-                self.pending = None
+                told = [job for outcome in self.pending for _, job in outcome.rows]
+                self.pending.clear()
+                self._fail([*told, *(job for job in self.rows if job is not None)], error)
 
     def _fail(self, jobs: list[Job], error: Exception) -> None:
         for job in jobs:
@@ -114,17 +142,19 @@ class Worker:
             job.launched = 1
             if job.wants_state:
                 job.request.state = one_row(ready.state, row)
-        self._tell(_Outcome(rows, chosen, chosen.told, None))
-        stays = [(row, job) for row, job in rows if not job.request.done]
+        self.pending.append(_Outcome(rows, chosen, *self._sent(chosen.told)))
+        if not self.lags:
+            self._tell_first()
+        stays = [(row, job) for row, job in rows if not (job.request.done or job.has_all)]
         if not stays:
             return
-        index = torch.tensor([row for row, _ in stays], device=self.device)
+        index = to_device([row for row, _ in stays], self.device)
         whole = len(stays) == len(rows)
         state = ready.state if whole else ready.state.select_rows(index)
         step = self._step_for(max(job.room for _, job in stays))
         free = [row for row, job in enumerate(self.rows) if job is None][: len(stays)]
         step.join(free, state)
-        step.ids[torch.tensor(free, device=self.device)] = chosen.tokens.index_select(0, index)
+        step.ids.index_copy_(0, to_device(free, self.device), chosen.tokens.index_select(0, index))
         for row, (_, job) in zip(free, stays, strict=True):
             self.rows[row] = job
         self.chooser = None
@@ -144,26 +174,29 @@ class Worker:
         return self.step
 
     def _decode(self) -> None:
-        last, self.pending = self.pending, None
+        """Launch the next tokens, and tell those that were launched before."""
+        count = len(self.pending)
         if self.running:
-            assert self.step is not None
-            self._gather()
-            present = [(row, job) for row, job in enumerate(self.rows) if job is not None]
-            top = present[-1][0] + 1
-            if self.chooser is None:
-                self.chooser = Chooser([None if job is None else job.sampling for job in self.rows[:top]], self.device)
-            chosen = self.chooser(self.step.decode(top))
-            self.step.ids[: len(chosen.tokens)].copy_(chosen.tokens)
-            self.pending = _Outcome(present, chosen, *self._sent(chosen.told))
-            for row, job in present:
-                job.launched += 1
-                if job.launched == job.request.options.max_new_tokens:
-                    self._leave(row)
-        if last is not None:
-            self._tell(last)
-        if not self.lags and self.pending is not None:
-            last, self.pending = self.pending, None
-            self._tell(last)
+            self._launch()
+        if not self.lags:
+            count = len(self.pending)
+        for _ in range(count):
+            self._tell_first()
+
+    def _launch(self) -> None:
+        assert self.step is not None
+        self._gather()
+        present = [(row, job) for row, job in enumerate(self.rows) if job is not None]
+        top = present[-1][0] + 1
+        if self.chooser is None or self.chooser.size > self.step.count_for(top):
+            self.chooser = Chooser([None if job is None else job.sampling for job in self.rows[:top]], self.device)
+        chosen = self.chooser(self.step.decode(top))
+        self.step.ids[: len(chosen.tokens)].copy_(chosen.tokens)
+        self.pending.append(_Outcome(present, chosen, *self._sent(chosen.told)))
+        for row, job in present:
+            job.launched += 1
+            if job.has_all:
+                self._leave(row)
 
     def _sent(self, told: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         """Tokens on their way to the CPU, and what tells that they are there."""
@@ -176,13 +209,15 @@ class Worker:
         return here, event
 
     def _gather(self) -> None:
-        """Move the last sequences to free slots before them, where fewer rows are computed then."""
+        """Move the last sequences to free slots before them, where fewer rows have been enough for some steps."""
         assert self.step is not None
         present = [row for row, job in enumerate(self.rows) if job is not None]
         count = self.step.count_for(len(present))
         last = [row for row in present if row >= count]
-        if not last:
+        self.narrower = self.narrower + 1 if last else 0
+        if self.narrower <= SETTLED:
             return
+        self.narrower = 0
         free = [row for row, job in enumerate(self.rows) if job is None][: len(last)]
         self.step.move(last, free)
         for row, to in zip(last, free, strict=True):
@@ -190,7 +225,13 @@ class Worker:
         self.chooser = None
 
     def _leave(self, row: int) -> None:
-        self.rows[row], self.chooser = None, None
+        self.rows[row] = None
+        if not self.running:
+            self.chooser = None
+
+    def _tell_first(self) -> None:
+        self._tell(self.pending[0])
+        self.pending.popleft()
 
     def _tell(self, outcome: _Outcome) -> None:
         if outcome.arrived is not None:
