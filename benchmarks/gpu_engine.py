@@ -5,8 +5,23 @@
 Prompts have 16 to 240 tokens and answers 32 to 480, at random, all greedy and on random weights in bfloat16. The
 uniform batch has a row for each slot: prompts of the mean length, read at once, and answers of the mean length, by
 `generate()`; as many batches of it as have the tokens of all requests. "ratio" is the engine's time over that, of
-medians of rounds that take turns. The last row counts what many short requests leave: bytes of tensors on the GPU, and
-of the process. `--tiny` is a small model and few requests, for a machine without a GPU.
+medians of rounds that take turns.
+
+One more round is looked at from inside ("where"):
+
+| value | |
+|---|---|
+| steps | rows of a step -> how many steps there were, and the milliseconds of one on the GPU (median) |
+| steps_s | all of them together |
+| longest_answer_s | its steps alone, each with the rows that it had: no engine can end before |
+| passes, reading_s | how often prompts were read, and the GPU's seconds in that; most of it runs beside steps |
+| joining_s, moving_s | states on their way to their slots |
+| host_s, waiting_s | the engine's thread at work, and waiting for tokens: a GPU that is always busy makes it wait |
+
+"narrow steps" compares both ways to compute a step of a few rows (`FEW_ROWS` of layers/stepping/stream.py). The last
+row counts what many short requests leave: bytes of tensors on the GPU, and of the process. Rows are written as they
+come; all of it takes about a minute and a half. `--tiny` is a small model and few requests, for a machine without a
+GPU.
 """
 
 from __future__ import annotations
@@ -17,19 +32,27 @@ import random
 import statistics
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from longrecall import Engine
+from longrecall.inference import step as stepping
+from longrecall.inference.prompt_batches import PromptBatches
+from longrecall.inference.slots import RecordedSlots, SlotStep
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.description import read_description
 from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.serving.reading import PromptReader
+from longrecall.serving.worker import Worker
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cpu_timing import peak_rss
-from gpu_timing import Rows
+from gpu_timing import Rows, median_ms
 
 CONFIGS = Path(__file__).parent.parent / "recipes" / "configs"
 MODELS = ("gated_delta_net_400m",)
@@ -74,6 +97,106 @@ def by_batches(model: RecurrentLM, work: Work, slots: int) -> float:
     return (synchronised() - start) * batches * answer / new
 
 
+class Clock:
+    """The host's and the GPU's seconds in some work."""
+
+    def __init__(self) -> None:
+        self.host: list[float] = []
+        self.events: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        on_gpu = torch.cuda.is_available()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (None, None)
+        start = time.perf_counter()
+        if begin is not None:
+            begin.record()
+        yield
+        if end is not None:
+            end.record()
+        self.host.append(time.perf_counter() - start)
+        self.events.append((begin, end))
+
+    def ms(self) -> list[float]:
+        """Milliseconds of each run: of the GPU, where there is one."""
+        if not torch.cuda.is_available():
+            return [1e3 * seconds for seconds in self.host]
+        return [begin.elapsed_time(end) for begin, end in self.events]
+
+
+@contextmanager
+def looked_at(kind: type, name: str, clock: Callable[..., Clock]) -> Iterator[None]:
+    """Time the calls of a method. `clock`: of the instance and the arguments."""
+    whole = getattr(kind, name)
+
+    def timed(self: Any, *args: Any) -> Any:
+        with clock(self, *args).running():
+            return whole(self, *args)
+
+    setattr(kind, name, timed)
+    try:
+        yield
+    finally:
+        setattr(kind, name, whole)
+
+
+def where_time_went(engine: Engine, work: Work) -> dict[str, Any]:
+    """One round, looked at from inside."""
+    steps: dict[int, Clock] = defaultdict(Clock)
+    others: dict[str, Clock] = defaultdict(Clock)
+    widths: list[int] = []
+
+    def width(slots: Any, rows: int) -> Clock:
+        widths.append(slots.count_for(rows))
+        return steps[widths[-1]]
+
+    def other(name: str) -> Callable[..., Clock]:
+        return lambda *_: others[name]
+
+    on_gpu = torch.cuda.is_available()
+    slots: type = SlotStep if on_gpu else RecordedSlots
+    reader: type = PromptBatches if on_gpu else PromptReader
+    with (
+        looked_at(slots, "decode", width),
+        looked_at(slots, "join", other("joining")),
+        looked_at(slots, "move", other("moving")),
+        looked_at(reader, "read", other("reading")),
+        looked_at(Worker, "work", other("work")),
+        looked_at(torch.cuda.Event, "synchronize", other("waiting")),
+    ):
+        seconds, _ = by_engine(engine, work)
+        synchronised()
+    ms = {rows: clock.ms() for rows, clock in steps.items()}
+    typical = {rows: statistics.median(found) for rows, found in ms.items()}
+    waiting = sum(others["waiting"].host)
+    return {
+        "seconds": seconds,
+        "steps": {rows: [len(ms[rows]), round(typical[rows], 3)] for rows in sorted(ms, reverse=True)},
+        "steps_s": sum(map(sum, ms.values())) / 1e3,
+        "longest_answer_s": sum(typical[rows] for rows in widths[-max(count for _, count in work) :]) / 1e3,
+        "passes": len(others["reading"].host),
+        **{f"{name}_s": sum(others[name].ms()) / 1e3 for name in ("reading", "joining", "moving")},
+        "host_s": sum(others["work"].host) - waiting,
+        "waiting_s": waiting,
+    }
+
+
+def narrow_steps(model: RecurrentLM) -> dict[str, Any]:
+    """Milliseconds of steps of few rows: products by a library, and fused with what stands around them."""
+    found: dict[str, Any] = {}
+    usual = stepping.FEW_ROWS
+    try:
+        for rows in (4, 8, 16):
+            for name, most in (("library", 0), ("fused", rows)):
+                stepping.FEW_ROWS = most
+                step = stepping.DecodingStep(model, rows)
+                step.capture()
+                found[f"{rows}_rows_{name}_ms"] = median_ms(step)
+    finally:
+        stepping.FEW_ROWS = usual
+    return found
+
+
 def compare(model: RecurrentLM, work: Work, slots: int, rounds: int) -> dict[str, Any]:
     engine_s, uniform_s, written = [], [], 0
     with Engine(model, slots=slots, queue=len(work), prefix_bytes=0) as engine:
@@ -83,6 +206,7 @@ def compare(model: RecurrentLM, work: Work, slots: int, rounds: int) -> dict[str
             if turn:  # the first one compiles and captures
                 engine_s.append(seconds)
                 uniform_s.append(uniform)
+        where = where_time_went(engine, work)
     ours, uniform = statistics.median(engine_s), statistics.median(uniform_s)
     return {
         "slots": slots,
@@ -93,6 +217,7 @@ def compare(model: RecurrentLM, work: Work, slots: int, rounds: int) -> dict[str
         "uniform_s": uniform,
         "ratio": ours / uniform,
         "tokens_per_s": written / ours,
+        "where": where,
     }
 
 
@@ -127,7 +252,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--slots", type=int, nargs="*", default=[64, 256])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--many", type=int, default=10_000)
     parser.add_argument("--tiny", action="store_true", help="a small model and few requests")
     args = parser.parse_args(argv)
@@ -140,6 +265,8 @@ def main(argv: list[str] | None = None) -> None:
         work = requests_of(args.requests, model.config.vocab_size, 0.1 if args.tiny else 1.0)
         for slots in args.slots:
             rows.measure(f"{name}, {slots} slots", lambda: compare(model, work, slots, args.rounds))  # noqa: B023
+        if torch.cuda.is_available():
+            rows.measure(f"{name}, narrow steps", lambda: narrow_steps(model))  # noqa: B023
         rows.measure(f"{name}, memory", lambda: memory(model, args.many, args.slots[0]))  # noqa: B023
 
 

@@ -2,12 +2,15 @@
 
 A GPU reads a prompt of a hundred tokens in the time of one of a thousand: it waits for launches. Several prompts in the
 rows of one segment cost little more than one. Rows end where their prompts end; the rest of a row is padding.
+
+On a GPU all this has a stream of its own. Decoding steps of few rows leave most of a GPU idle; prompts are read there
+at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -36,13 +39,40 @@ class PromptBatches:
     def __init__(self, model: RecurrentLM, most_rows: int = ROWS[-1]) -> None:
         self.rows = tuple(rows for rows in ROWS if rows <= max(1, most_rows))
         self.longest, self.device = LENGTHS[-1], model.device
+        # Of its own for the recordings too: libraries have a workspace for every stream, which two at once would spoil.
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         # The most rows first: the others fit into their memory.
         self.segments: dict[int, CapturedSegments] = {}
         pool = None
         for rows in reversed(self.rows):
-            segments = CapturedSegments(model, rows, LENGTHS, pool=pool)
+            segments = CapturedSegments(model, rows, LENGTHS, pool=pool, stream=self.stream)
             segments.prepare_rows()
             pool, self.segments[rows] = segments.pool, segments
+
+    @contextmanager
+    def beside(self, states: Sequence[RecurrentState | None]) -> Iterator[None]:
+        """Inside, work goes to the stream of the segments, after all that was given to the current one before.
+
+        `states`: made elsewhere, and used inside; their memory may be given up afterwards.
+        """
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        for state in states:
+            for tensor in () if state is None else (state.position, *(x for y in state.layers for x in y.values())):
+                tensor.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def arrival(self) -> torch.cuda.Event | None:
+        """What tells that all work of `beside` up to now is done; None where it is done already."""
+        return None if self.stream is None else self.stream.record_event()
+
+    def wait(self) -> None:
+        """The current stream goes on after all work of `beside` up to now."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def passes(self, lengths: Sequence[int], most_tokens: int) -> list[list[int]]:
         """Prompts of these lengths, by their numbers, in the segments that read them in the least time.
@@ -69,7 +99,7 @@ class PromptBatches:
         return next(rows for rows in self.rows if rows >= count)
 
     def read(self, pieces: Sequence[Sequence[int]], state: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
-        """Read a piece of each of n prompts from a row of `state` ``[n]`` on; None = from the start.
+        """Read a piece of each of n prompts from a row of `state` ``[n]`` on; None = from the start. Call it `beside`.
 
         Returns:
             Logits ``[n, vocab]`` of the last tokens and the states ``[n]`` after them, both overwritten by the next
@@ -94,6 +124,5 @@ class PromptBatches:
         return logits, RecurrentState(layers, segments.state.position[:count], before + max(map(len, pieces)))
 
 
-@cache
 def _length_for(tokens: int) -> int:
     return next(length for length in LENGTHS if length >= tokens)

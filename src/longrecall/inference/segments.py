@@ -131,14 +131,21 @@ class CapturedSegments:
 
     Off a GPU the same work runs eagerly. `lengths`: tokens of segments, ascending. `room`: tokens of the
     longest prompt, a multiple of the last, for a model with retrieval or attention layers, which reads from the first
-    token on only. `pool`: memory that graphs of others use too, where no two of them run at the same time.
+    token on only. `pool`: memory that graphs of others use too, where no two of them run at the same time. `stream`:
+    where to record; graphs that were recorded on one stream must not run at the same time.
     """
 
     # Made in inference mode, the state could not be written outside of it.
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(
-        self, model: RecurrentLM, batch: int, lengths: tuple[int, ...] = LENGTHS, room: int = 0, pool: Any = None
+        self,
+        model: RecurrentLM,
+        batch: int,
+        lengths: tuple[int, ...] = LENGTHS,
+        room: int = 0,
+        pool: Any = None,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         check_whole(model, "reading in captured segments")
         # Not the model itself, which keeps its segments: they would keep it alive, and their memory with it.
@@ -162,7 +169,7 @@ class CapturedSegments:
         self.logits = torch.zeros(0, device=model.device)
         self.hidden: dict[Kind, Tensor] = {}
         self.graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
-        self.pool = pool
+        self.pool, self.stream = pool, stream
         self.rests = 0
 
     @torch.no_grad()
@@ -192,7 +199,7 @@ class CapturedSegments:
         # Before the recording comes an eager run: the count of a longer segment would be out of range in it.
         self.count.fill_(1)
         # Segments run one after the other, and leave nothing in what they share.
-        stream = recording_stream(self.device)
+        stream = recording_stream(self.device) if self.stream is None else self.stream
         self.graphs[kind] = record(lambda: self._run(kind), 1, stream, pool=self.pool)
         self.pool = self.graphs[kind].pool()
 

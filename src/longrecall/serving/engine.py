@@ -122,7 +122,7 @@ class Engine:
         self.broken: str | None = None
         """What has ended the engine, which must not happen; None while nothing has."""
         worker = Worker(model, slots, segment, prefix_bytes)
-        self._running = lambda: worker.running + len(worker.reader.waiting)
+        self._running = lambda: worker.taken
         started: Future[None] = Future()
         self._thread = threading.Thread(
             target=_serve, args=(weakref.ref(self), worker, started), name="longrecall engine", daemon=True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -76,6 +76,18 @@ class Ready:
     jobs: list[Job]
     logits: Tensor
     state: RecurrentState
+    arrival: torch.cuda.Event | None = None
+    """When a GPU, which reads them beside other work, will have done so; None = nobody has to wait for it."""
+
+    @property
+    def arrived(self) -> bool:
+        """Whether they are read by now."""
+        return self.arrival is None or self.arrival.query()
+
+    def wait(self) -> None:
+        """Work that is given to the GPU from now on comes after it; the host goes on at once."""
+        if self.arrival is not None:
+            torch.cuda.current_stream(self.logits.device).wait_event(self.arrival)
 
 
 class PromptReader:
@@ -109,7 +121,7 @@ class PromptReader:
         self.waiting.append(job)
 
     def groups(self) -> list[list[Job]]:
-        """The jobs that are read next, those of a list side by side."""
+        """The jobs that are read next, those of a list side by side; the first job is in the first list."""
         if self.batches is None:
             return [self._alike()]
         jobs: list[Job] = []
@@ -121,7 +133,8 @@ class PromptReader:
             jobs.append(job)
         short = [job for job in jobs if self._next(job) <= self.batches.longest]
         cuts = self.batches.passes([self._next(job) for job in short], self.segment)
-        return [[short[number] for number in cut] for cut in cuts] + [[job] for job in jobs if job not in short]
+        groups = [[short[number] for number in cut] for cut in cuts] + [[job] for job in jobs if job not in short]
+        return sorted(groups, key=lambda group: jobs[0] not in group)
 
     def _next(self, job: Job) -> int:
         """Tokens of a job that are read next."""
@@ -145,15 +158,21 @@ class PromptReader:
         return [first] if self.captures and len(found) < WORTH_A_PASS else found
 
     @torch.no_grad()
-    def read(self, jobs: list[Job]) -> Ready | None:
-        """Read one segment of these jobs; those whose prompts are read then, None where there is none."""
+    def read(self, jobs: list[Job]) -> Ready:
+        """Read one segment of these jobs: those whose prompts are read then, with what comes after them."""
         ends = [job.next_end(self.segment) for job in jobs]
         pieces = [job.request.prompt[job.read : end] for job, end in zip(jobs, ends, strict=True)]
-        state = _side_by_side(self.model, [job.state for job in jobs])
-        batches = self.batches
-        if batches is not None and max(map(len, pieces)) > batches.longest:
-            batches = None
-        logits, after = self._forward(pieces, state) if batches is None else batches.read(pieces, state)
+        states = [job.state for job in jobs]
+        if self.batches is not None and max(map(len, pieces)) <= self.batches.longest:
+            with self.batches.beside(states):
+                found = self.batches.read(pieces, _side_by_side(self.model, states))
+                ready = self._advanced(jobs, ends, *found)
+            return replace(ready, arrival=self.batches.arrival())
+        if self.batches is not None:
+            self.batches.wait()
+        return self._advanced(jobs, ends, *self._forward(pieces, _side_by_side(self.model, states)))
+
+    def _advanced(self, jobs: list[Job], ends: list[int], logits: Tensor, after: RecurrentState) -> Ready:
         done = []
         for row, (job, end) in enumerate(zip(jobs, ends, strict=True)):
             job.read = end
@@ -161,17 +180,15 @@ class PromptReader:
             self.waiting.remove(job)
             if end < len(job.request.prompt):
                 self.waiting.append(job)
-                job.state = after if len(jobs) == 1 and batches is None else one_row(after, row)
+                job.state = one_row(after, row)
                 if end in job.stops:
                     self.prefixes.keep(job.stops.pop(end), job.state)
             else:
                 done.append(row)
-        if not done:
-            return None
         finished = [jobs[row] for row in done]
         for job in finished:
             job.state = job.start = None
-        if len(done) < len(jobs):
+        if 0 < len(done) < len(jobs):
             index = to_device(done, logits.device)
             logits, after = logits.index_select(0, index), after.select_rows(index)
         return Ready(finished, logits, after)

@@ -52,7 +52,11 @@ class _Outcome:
 
 
 class Worker:
-    """Jobs in slots. `waiting` ones are having their prompts read, and have a slot to come."""
+    """Jobs in slots. Those of the reader, and those that are `ready`, have a slot to come.
+
+    A GPU reads prompts while it decodes for others: one group of them at a time, which are `ready` when they have
+    arrived.
+    """
 
     def __init__(self, model: RecurrentLM, slots: int, segment: int, prefix_bytes: int) -> None:
         self.model, self.slots, self.device = model, slots, model.device
@@ -61,6 +65,7 @@ class Worker:
         self.step: Slots | None = None
         self.chooser: Chooser | None = None
         self.pending: deque[_Outcome] = deque()
+        self.ready: Ready | None = None
         self.lags = self.device.type in LAGGING
         self.gathering, self.narrower = 0, 0
 
@@ -72,7 +77,13 @@ class Worker:
     @property
     def free(self) -> int:
         """Slots that nobody has or is about to have."""
-        return self.slots - self.running - len(self.reader.waiting)
+        return self.slots - self.taken
+
+    @property
+    def taken(self) -> int:
+        """Slots that somebody has or is about to have."""
+        ready = self.ready  # other threads ask, too
+        return self.running + len(self.reader.waiting) + (0 if ready is None else len(ready.jobs))
 
     @property
     def running(self) -> int:
@@ -82,7 +93,7 @@ class Worker:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.reader.waiting or self.running or self.pending)
+        return bool(self.reader.waiting or self.ready or self.running or self.pending)
 
     def takes(self, waiting: int) -> int:
         """How many of so many requests that wait are to be added before the next step.
@@ -111,14 +122,7 @@ class Worker:
 
     def work(self) -> None:
         """Read one segment of prompts, if any wait, and decode one token of every slot in use."""
-        for group in self.reader.groups() if self.reader.waiting else ():
-            jobs = [job for job in group if not job.request.done]
-            try:
-                ready = self.reader.read(jobs) if jobs else None
-                if ready is not None:
-                    self._begin(ready)
-            except Exception as error:
-                self._fail(jobs, error)
+        self._read()
         if self.running or self.pending:
             try:
                 self._decode()
@@ -126,6 +130,34 @@ class Worker:
                 told = [job for outcome in self.pending for _, job in outcome.rows]
                 self.pending.clear()
                 self._fail([*told, *(job for job in self.rows if job is not None)], error)
+
+    def _read(self) -> None:
+        if self.ready is not None and (self.ready.arrived or not self.running):
+            ready, self.ready = self.ready, None
+            self._begin_or_fail(ready)
+        if self.ready is not None or not self.reader.waiting:
+            return
+        for group in self.reader.groups():
+            jobs = [job for job in group if not job.request.done]
+            if not jobs:
+                continue
+            try:
+                ready = self.reader.read(jobs)
+            except Exception as error:
+                self._fail(jobs, error)
+                continue
+            if self.running and ready.arrival is not None:
+                self.ready = ready
+                return
+            self._begin_or_fail(ready)
+
+    def _begin_or_fail(self, ready: Ready) -> None:
+        try:
+            ready.wait()
+            if ready.jobs:
+                self._begin(ready)
+        except Exception as error:
+            self._fail(ready.jobs, error)
 
     def _fail(self, jobs: list[Job], error: Exception) -> None:
         for job in jobs:
