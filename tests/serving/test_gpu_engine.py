@@ -13,13 +13,14 @@ from tests.serving.test_engine import MODELS, SAMPLED, generated, model_of, prom
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("slots", [9, 70])
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_are_those_of_generate(name: str) -> None:
-    """Rows come, go and move to others' places; prompts are read side by side and in captured segments."""
+def test_tokens_are_those_of_generate(name: str, slots: int) -> None:
+    """Rows come, go and move to others' places; prompts are read side by side, beside steps, and in long segments."""
     model, prompts, chance = model_of(name).cuda(), prompts_of(40), random.Random(1)
-    prompts += [prompt * 30 for prompt in prompts[:4]]
+    prompts += [prompt * 30 for prompt in prompts[:4]] + prompts_of(slots, longest=200, seed=2)
     wanted = [1 + 7 * index % 40 for index in range(len(prompts))]
-    with Engine(model, slots=9, queue=100, segment=512) as engine:
+    with Engine(model, slots=slots, queue=200, segment=512) as engine:
         requests = []
         for prompt, count in zip(prompts, wanted, strict=True):
             requests.append(engine.submit(prompt, max_new_tokens=count))

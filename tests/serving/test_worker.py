@@ -215,3 +215,27 @@ def test_a_step_that_fails_leaves_nobody_waiting(as_on_a_gpu: None, monkeypatch:
         with pytest.raises(RuntimeError, match="no memory"):
             job.request.result(timeout=0)
     assert not worker.busy
+
+
+def test_many_who_come_at_once_are_read_at_once(as_on_a_gpu: None) -> None:
+    """Where most slots are free; else those who write would wait for them."""
+    worker = worker_of(8, lambda: 1000)
+    first, *others = (job_of(prompt, max_new_tokens=40) for prompt in PROMPTS * 2)
+    turn(worker, [first])
+    turn(worker, others[:5])
+    assert worker.running == 6 and worker.ready is None
+    turn(worker, others[5:7])
+    assert worker.running == 6 and worker.ready is not None and worker.free == 0
+
+
+def test_who_has_no_memory_for_segments_reads_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(model: object, most_rows: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 51 GiB")
+
+    monkeypatch.setattr("longrecall.serving.reading.why_no_graph", lambda model: None)
+    monkeypatch.setattr("longrecall.serving.reading.PromptBatches", refused)
+    worker, job = Worker(MODEL, 2, 64, 0), job_of(PROMPTS[0], max_new_tokens=4)
+    with pytest.warns(UserWarning, match="without CUDA graphs, which failed: .* 51 GiB"):
+        worker.prepare()
+    finish(worker, [job])
+    assert job.request.ids == alone(0, 0)[:4]

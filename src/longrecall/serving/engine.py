@@ -77,8 +77,8 @@ class Engine:
             tokenizer: for prompts that are text, and for text of answers; without one both are token ids.
             slots: sequences that are decoded together; None = 64 on a GPU, 8 on a CPU.
             queue: requests that may wait for a slot; more are refused (`Overloaded`).
-            segment: tokens of prompts that are read at once, while those who write wait; None = 8,192 on a GPU, 1,024
-                on a CPU.
+            segment: tokens of prompts, about, that are read at once, while those who write wait; None = 8,192 on a GPU,
+                1,024 on a CPU.
             room: tokens of a sequence at most, for models with attention layers, whose caches grow. They begin with
                 little room and get more when a request needs it.
             bank: a folder of states of texts that were read before; it need not exist.

@@ -26,6 +26,9 @@ MOST_ROWS = 64
 WORTH_A_PASS = 8
 """So many prompts with caches side by side take a GPU as long as one after the other in captured segments, about."""
 
+SHORT = 64
+"""Tokens up to which prompts take about the same time, however different their lengths are."""
+
 SHARE_OF_SLOTS = 4
 """Captured segments have a row for one slot in so many at most: their rows have states, too."""
 
@@ -152,7 +155,7 @@ class PromptReader:
                 break
             # Caches of different lengths do not lie side by side.
             apart = not self.fixed and (job.state is not None or first.state is not None)
-            if not apart and length // 2 <= own <= 2 * length:
+            if not apart and (widest <= SHORT or length // 2 <= own <= 2 * length):
                 found.append(job)
                 length = widest
         return [first] if self.captures and len(found) < WORTH_A_PASS else found

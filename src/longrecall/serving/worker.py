@@ -26,8 +26,8 @@ FIRST_ROOM = 256
 """Tokens of a sequence that slots have room for at first, in models whose caches grow."""
 
 GATHERED = 16
-"""Where requests wait for slots, those in so many of them that are free are begun together: reading one prompt takes
-about as long as reading a few."""
+"""Where requests wait for slots, free ones are filled when they are one of so many, and at least two of eight or more:
+reading one prompt takes about as long as reading a few."""
 
 LONGEST_GATHERING = 32
 """Steps after which free slots are filled even so."""
@@ -54,8 +54,8 @@ class _Outcome:
 class Worker:
     """Jobs in slots. Those of the reader, and those that are `ready`, have a slot to come.
 
-    A GPU reads prompts while it decodes for others: one group of them at a time, which are `ready` when they have
-    arrived.
+    A GPU reads prompts while it decodes for others: a group of them at a time, which is `ready` and has arrived some
+    steps later.
     """
 
     def __init__(self, model: RecurrentLM, slots: int, segment: int, prefix_bytes: int) -> None:
@@ -103,7 +103,11 @@ class Worker:
         free = self.free
         scarce = self.running and waiting > free > 0
         self.gathering = self.gathering + 1 if scarce else 0
-        if scarce and free < self.slots // GATHERED and self.gathering <= LONGEST_GATHERING:
+        if (
+            scarce
+            and free < max(self.slots // GATHERED, min(2, self.slots // 4))
+            and self.gathering <= LONGEST_GATHERING
+        ):
             return 0
         self.gathering = 0
         return min(free, waiting)
@@ -137,7 +141,10 @@ class Worker:
             self._begin_or_fail(ready)
         if self.ready is not None or not self.reader.waiting:
             return
-        for group in self.reader.groups():
+        groups = self.reader.groups()
+        # Where most slots are free, a step is little work and those who come are many: all are read at once.
+        beside = len(groups) == 1 or 2 * self.running >= self.slots
+        for group in groups:
             jobs = [job for job in group if not job.request.done]
             if not jobs:
                 continue
@@ -146,7 +153,7 @@ class Worker:
             except Exception as error:
                 self._fail(jobs, error)
                 continue
-            if self.running and ready.arrival is not None:
+            if beside and self.running and ready.arrival is not None:
                 self.ready = ready
                 return
             self._begin_or_fail(ready)
