@@ -17,6 +17,7 @@ from longrecall.inference.prompt_batches import PromptBatches
 from longrecall.inference.slots import SlotStep
 from longrecall.serving import worker as working
 from longrecall.serving.options import RequestOptions
+from longrecall.serving.prefixes import Prefixes
 from longrecall.serving.reading import Job
 from longrecall.serving.request import CANCELLED, Request
 from longrecall.serving.sampling import Sampling
@@ -226,6 +227,19 @@ def test_many_who_come_at_once_are_read_at_once(as_on_a_gpu: None) -> None:
     assert worker.running == 6 and worker.ready is None
     turn(worker, others[5:7])
     assert worker.running == 6 and worker.ready is not None and worker.free == 0
+
+
+def test_shared_beginnings_side_by_side(as_on_a_gpu: None) -> None:
+    """A state is kept in the middle of a prompt; others go on from it, beside one that begins with nothing."""
+    begin = [3, 1, 4, 1, 5, 9, 2, 6]
+    prompts = [begin + PROMPTS[0], begin + PROMPTS[1], begin + PROMPTS[2], PROMPTS[3], begin + PROMPTS[4]]
+    worker = worker_of(16, lambda: 1)
+    worker.reader.prefixes = Prefixes(1 << 20, block=len(begin))
+    jobs = [job_of(prompt, max_new_tokens=MOST) for prompt in prompts]
+    for few in (jobs[:1], jobs[1:2], jobs[2:]):
+        finish(worker, list(few))
+    assert [job.request.cached_tokens for job in jobs] == [0, 0, 8, 0, 8]
+    assert [job.request.ids for job in jobs] == [generated(MODEL, prompt, MOST) for prompt in prompts]
 
 
 def test_who_has_no_memory_for_segments_reads_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,15 +81,17 @@ class Chooser:
     def __call__(self, logits: Tensor) -> Chosen:
         """Logits ``[n, vocab]``, n at least `size` -> a token for each."""
         scores = self._penalised(logits)
-        tokens = scores.argmax(-1)
+        largest, tokens = scores.max(-1)
         for group, choose in ((self.free, _of_all), (self.filtered, _of_some)):
             if group.samplings:
                 found = choose(scores.index_select(0, group.rows).float() / group.temperature, group)
                 tokens.index_copy_(0, group.rows, found)
         if self.seen is not None:
             self.seen.scatter_(1, tokens.index_select(0, self.penal_rows)[:, None], True)
-        # A NaN anywhere in a row is its maximum.
-        told = torch.where(logits.amax(-1).isfinite(), tokens, NOT_FINITE)
+        if self.seen is not None:
+            largest = logits.amax(-1)
+        # A NaN anywhere in a row is its maximum, and not less than anything.
+        told = torch.where(largest.abs() < torch.inf, tokens, NOT_FINITE)
         logprobs, top = None, None
         if self.told_rows:
             table = logits.index_select(0, self.told_index).float().log_softmax(-1)
