@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from longrecall.layers.experts import Experts
 from longrecall.layers.mixers.mom import MoM
@@ -16,7 +20,9 @@ from longrecall.models.byte_tokenizer import byte_tokenizer
 from longrecall.models.checkpoint import open_checkpoint, save
 from longrecall.models.config import RecurrentConfig
 from longrecall.models.recurrent_lm import RecurrentLM
+from longrecall.models.state import RecurrentState
 from longrecall.training import captured_passes
+from longrecall.training.parallel.place import Place
 from longrecall.training.recipe import Recipe
 from longrecall.training.run import run_recipe
 from tests.conftest import MIXERS
@@ -44,7 +50,7 @@ def both_ways(make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatc
         made.append(None)
         return recorded(*arguments)
 
-    monkeypatch.setattr(captured_passes.CapturedPasses.__init__, "__defaults__", (3, True, counted))
+    monkeypatch.setattr(captured_passes.CapturedPasses.__init__, "__defaults__", (3, True, counted, bool))
     expected = run(make_recipe("run.steps=10", "run.cuda_graphs=false", *overrides))
     assert not made
     found = run(make_recipe("run.steps=10", *overrides))
@@ -99,3 +105,171 @@ def test_every_mixer_is_recorded(
     options = (f"model.checkpoint={tmp_path / 'one'}", "run.gradient_accumulation=1", "optimizer.touched=1x")
     host = any(isinstance(module, (Experts, MoM)) for module in model.modules())
     assert both_ways(make_recipe, monkeypatch, *options) == (0 if host else 1)
+
+
+class Tape(TorchDispatchMode):
+    """What a CUDA graph is, on a CPU: the operations of a work, repeated on the memory that they had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.calls:
+            for new, old in zip(tree_leaves(func(*args, **kwargs)), tree_leaves(out), strict=True):
+                if isinstance(new, torch.Tensor) and new.data_ptr() != old.data_ptr():
+                    old.copy_(new)
+
+
+class Toy:
+    """A model of three parameters, one of them never used, and passes of it that are recorded with `Tape`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        drawn = torch.Generator().manual_seed(0)
+        self.parameters = [torch.nn.Parameter(torch.randn(3, generator=drawn)) for _ in range(3)]
+        self.made = 0
+        monkeypatch.setattr(captured_passes.CapturedPasses, "on_stream", lambda self: contextlib.nullcontext())
+        options = {"warmups": 1, "recorder": self.record} | options
+        self.passes = captured_passes.CapturedPasses(self.parameters, "a stream", **options)
+
+    def record(self, work: Callable[[], None], stream: Any, pool: Any) -> tuple[Callable[[], None], Any]:
+        before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+        with Tape() as tape:
+            work()
+        # A capture executes nothing.
+        for parameter, old in zip(self.parameters, before, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(torch.full((3,), torch.nan) if old is None else old)
+        self.made += 1
+        return tape.replay, pool
+
+    def work(self, tensors: dict[str, torch.Tensor], initial: Any) -> captured_passes.Passed:
+        before = initial.before_batch(torch.ones(1, dtype=torch.bool))
+        x, (used, of_states, _) = tensors["x"], self.parameters
+        state = torch.zeros(1, 3) if before is None else before.layers[0]["recurrent"] * of_states
+        state = (state + x * used).tanh()
+        loss = state.square().sum()
+        loss.backward()
+        initial.after_batch(RecurrentState(({"recurrent": state},), torch.ones(1, dtype=torch.long)))
+        return captured_passes.Passed(loss.detach(), x.sum(), {"part": (2 * loss).detach()})
+
+
+class Given:
+    """An initial state that is there or not, as a test says; it keeps the final one."""
+
+    by_row, continues = True, False
+
+    def __init__(self, state: torch.Tensor | None) -> None:
+        self.state, self.final = state, torch.empty(0)
+
+    def before_batch(self, text: torch.Tensor, row: torch.Tensor | None = None) -> RecurrentState | None:
+        if self.state is None:
+            return None
+        return RecurrentState(({"recurrent": self.state},), torch.zeros(1, dtype=torch.long))
+
+    def after_batch(self, final: RecurrentState) -> None:
+        self.final = final.layers[0]["recurrent"]
+
+
+def step_of(toy: Toy, passes: list[tuple[torch.Tensor, torch.Tensor | None]], eager: bool) -> list[torch.Tensor | None]:
+    """All that a step finds: of every pass its numbers and its final state, then the gradients, clipped in place."""
+    found: list[torch.Tensor | None] = []
+    text = torch.ones(1, dtype=torch.bool)
+    for index, (x, state) in enumerate(passes):
+        initial: Any = Given(state)
+        if eager:
+            done = toy.work({"x": x}, initial)
+        else:
+            done = toy.passes.run(toy.work, {"x": x}, initial, text, index == len(passes) - 1)
+        found += [done.mean, done.counted, done.parts["part"], initial.final.detach()]
+    with torch.no_grad():
+        for parameter in toy.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+            found.append(parameter.grad)
+            parameter.grad = None
+    return [None if x is None else x.clone() for x in found]
+
+
+def steps(count: int) -> list[list[tuple[torch.Tensor, torch.Tensor | None]]]:
+    """Steps of three passes each, every pass with a state or without as it comes."""
+    drawn = torch.Generator().manual_seed(1)
+
+    def one() -> tuple[torch.Tensor, torch.Tensor | None]:
+        state = torch.randn(1, 3, generator=drawn)
+        return torch.randn(1, 3, generator=drawn), state if torch.rand((), generator=drawn) < 0.5 else None
+
+    return [[one() for _ in range(3)] for _ in range(count)]
+
+
+def same(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> bool:
+    # The same operations on the same numbers.
+    both = zip(found, expected, strict=True)
+    return all(x is y is None or (x is not None and y is not None and torch.equal(x, y)) for x, y in both)
+
+
+def test_passes_with_and_without_a_state_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of one kind of pass are added to by another, recorded or not, and by recordings made anew."""
+    monkeypatch.setattr(captured_passes, "MOST_KINDS", 7)
+    toy, plain = Toy(monkeypatch), Toy(monkeypatch)
+    for number, passes in enumerate(steps(40)):
+        if number == 25:
+            assert toy.made == 7
+            toy.passes.release()
+        assert same(step_of(toy, passes, False), step_of(plain, passes, True)), number
+    assert toy.made > 7 and toy.parameters[2].grad is None
+
+
+def test_a_recording_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone it is given up with one warning, and the memory of others with it; with other processes it is an error."""
+    toy, plain = Toy(monkeypatch), Toy(monkeypatch)
+    recordings = toy.passes._recordings
+
+    def fails(work: Callable[[], None], stream: Any, pool: Any) -> Any:
+        if recordings:
+            toy.record(work, stream, pool)
+            toy.made -= 1
+            raise RuntimeError("not permitted\nwhile capturing")
+        return toy.record(work, stream, pool)
+
+    toy.passes._recorder = fails
+    every = [[(x, None) for x, _ in passes] for passes in steps(6)]
+    with pytest.warns(UserWarning, match=r"without a CUDA graph: recording one failed \(not permitted\)$") as said:
+        for passes in every:
+            assert same(step_of(toy, passes, False), step_of(plain, passes, True))
+    assert len(said) == 1 and toy.made == 1 and not recordings
+
+    toy = Toy(monkeypatch, alone=False)
+    toy.passes._recorder, recordings = fails, {None: None}  # type: ignore[dict-item]
+    with pytest.raises(RuntimeError, match=r"not permitted.*set run\.cuda_graphs=false"):
+        for passes in every:
+            step_of(toy, passes, False)
+
+
+def test_processes_record_together_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives of a graph meet those of the same graph: where one has no room, nobody records, and asks once."""
+    asked: list[bool] = []
+    toy = Toy(monkeypatch, agree=lambda own: bool(asked.append(own)))
+    for passes in steps(6):
+        step_of(toy, passes, False)
+    assert asked == [True] and not toy.made
+
+
+def test_sums_that_fsdp_keeps_are_not_recorded(make_recipe: Callable[..., Recipe]) -> None:
+    """Copies of sharded weights: until a step's last micro-batch torch has the sums, in memory of its own."""
+
+    def why(*overrides: str, replicate: int = 2) -> str | None:
+        place = Place(world=4, replicate=replicate, shard=4 // replicate, weights_mesh=object())  # type: ignore[arg-type]
+        recipe = make_recipe(*overrides)
+        job: Any = SimpleNamespace(recipe=recipe, leash=None, processes=place, model=torch.nn.Linear(1, 1))
+        return captured_passes.why_eager(job, torch.device("cuda"))
+
+    assert "FSDP" in str(why())
+    assert why("run.gradient_accumulation=1") is None
+    assert why(replicate=1) is None

@@ -297,3 +297,22 @@ def test_convolution_states_take_part_when_asked(make_model: ModelMaker, kind: s
     for layer in state.layers:
         for name, tensor in layer.items():
             assert bool(tensor.any()) is (name == "recurrent" or convolution)
+
+
+@pytest.mark.parametrize("kind", ["noise", "fitted_noise", "state_passing"])
+def test_processes_start_alike_whichever_rows_are_chosen(make_model: ModelMaker, kind: str) -> None:
+    """Recorded passes are replayed by all processes or by none: tensors of one kind, or nothing everywhere."""
+    model = model_of(make_model, "with_attention")
+    window = {"attention_window": 3} if kind == "state_passing" else {}
+    found: dict[float, list[Any]] = {}
+    for probability in (0.0, 1.0):
+        recipe = INITIAL_STATES[kind](**OPTIONS[kind] | window | {"probability": probability})
+        initial = make_initial_state(recipe, model, 3, 0, lambda own: own)
+        for _ in range(2):
+            before = initial.before_batch(TEXT)
+            like = before and [{name: (x.shape, x.dtype) for name, x in layer.items()} for layer in before.layers]
+            found.setdefault(probability, []).append(like)
+            with torch.no_grad():
+                ids = torch.zeros((ROWS, LENGTH), dtype=torch.long)
+                initial.after_batch(model(ids, past_key_values=before).past_key_values)
+    assert found[0.0] == found[1.0] and found[0.0][1] is not None

@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from longrecall.models.state import RecurrentState
 from longrecall.training.initial_states import InitialState
 from longrecall.training.initial_states.zero import Zero
 from longrecall.training.job import Job
+from longrecall.training.parallel.shard import local
 
 WARMUPS = 3
 """Eager passes of a kind before it is recorded: kernels are compiled and libraries choose theirs in them."""
@@ -88,18 +89,31 @@ class _Given:
 
 @dataclass
 class _Recording:
-    """A recorded pass: the buffers that it reads, what it finds and the gradients that it leaves."""
+    """A recorded pass: the buffers that it reads, what it finds, and the gradients that it adds to and leaves."""
 
     replay: Callable[[], None]
     inputs: Inputs
     passed: Passed
     final: RecurrentState
+    added: list[tuple[nn.Parameter, Tensor]]
     gradients: list[tuple[nn.Parameter, Tensor]]
+
+    def repeat(self, inputs: Inputs) -> None:
+        """Read these inputs, and add to the gradients that are there."""
+        for name, buffer in self.inputs.items():
+            buffer.copy_(inputs[name], non_blocking=True)
+        # A pass of another kind, or one that was not recorded, has left its gradients elsewhere.
+        moved = [(own, cast(Tensor, p.grad)) for p, own in self.added if p.grad is not own]
+        if moved:
+            torch._foreach_copy_([local(own) for own, _ in moved], [local(there) for _, there in moved])
+        self.replay()
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
 
 
 def why_eager(job: Job, device: torch.device) -> str | None:
     """Why the passes of a run are not recorded, in words; None = they are."""
-    run = job.recipe.run
+    run, place = job.recipe.run, job.processes
     if device.type != "cuda":
         return "there is no GPU"
     if not run.cuda_graphs:
@@ -110,8 +124,10 @@ def why_eager(job: Job, device: torch.device) -> str | None:
         return "run.compile makes code for shapes as they come"
     if job.leash is not None:
         return "a leash holds other tokens in every batch"
-    if job.processes.context is not None:
+    if place.context is not None:
         return "pieces of a row are handed from rank to rank"
+    if place.sharded and place.replicate > 1 and run.gradient_accumulation > 1:
+        return "torch's FSDP has the sums of a step's gradients in memory of its own until copies of weights agree"
     if any(isinstance(module, (Experts, MoM)) for module in job.model.modules()):
         return "the host reads back how many tokens each expert has"
     return None
@@ -131,6 +147,8 @@ class CapturedPasses:
         warmups: eager passes of a kind before it is recorded.
         alone: whether no other process takes part. A recording that fails is then given up with a warning; where
             others take part in its collectives it is an error.
+        agree: whether something holds in all processes; all of them ask. They record the same passes or none: a
+            collective of a graph meets those of the same graph in the others.
         recorder: to be replaced in tests.
     """
 
@@ -141,10 +159,11 @@ class CapturedPasses:
         warmups: int = WARMUPS,
         alone: bool = True,
         recorder: Recorder = _recorded,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
         self._parameters = list(parameters)
         self._stream = stream
-        self._warmups, self._alone, self._recorder = warmups, alone, recorder
+        self._warmups, self._alone, self._recorder, self._agree = warmups, alone, recorder, agree
         self._enabled = True
         self._begun: Counter[Hashable] = Counter()
         self._recordings: dict[tuple[Any, ...], _Recording] = {}
@@ -156,7 +175,13 @@ class CapturedPasses:
         place = job.processes
         ddp = place.world > 1 and not place.sharded
         stream = None if eager else recording_stream(device)
-        return cls(job.model.parameters(), stream, WARMUPS_OF_DDP if ddp else WARMUPS, place.world == 1)
+        return cls(
+            job.model.parameters(),
+            stream,
+            WARMUPS_OF_DDP if ddp else WARMUPS,
+            place.world == 1,
+            agree=lambda own: all(place.gather(own)),
+        )
 
     def run(self, work: Work, tensors: Inputs, initial: InitialState, text: Tensor, last: bool) -> Passed:
         """Return what `work` finds, after which the gradients are what it has made them.
@@ -190,17 +215,13 @@ class CapturedPasses:
         # A first micro-batch writes gradients, later ones add to them.
         adds = tuple(p.grad is not None for p in self._parameters)
         look = tuple((name, tuple(x.shape), x.dtype) for name, x in inputs.items())
-        key = (last, None if before is None else before.length, look, any(adds))
+        key = (last, None if before is None else before.length, look, adds)
         found = self._recordings.get(key)
         if found is None and self._may_record(key, adds, inputs):
             found = self._record(whole, inputs, key)
         if found is None:
             return whole(inputs)
-        for name, buffer in found.inputs.items():
-            buffer.copy_(inputs[name], non_blocking=True)
-        found.replay()
-        for parameter, gradient in found.gradients:
-            parameter.grad = gradient
+        found.repeat(inputs)
         return found.passed, found.final
 
     def _may_record(self, key: Hashable, adds: tuple[bool, ...], inputs: Inputs) -> bool:
@@ -209,17 +230,16 @@ class CapturedPasses:
         self._begun[key] += 1
         if self._begun[key] <= self._warmups or len(self._recordings) >= MOST_KINDS:
             return False
-        if any(adds) and not self._holds_gradients(adds):
+        if any(adds) and not any(self._are_of(first) for first in self._recordings.values()):
             return False
-        return _leaves_room(self._stream)
+        # What eager passes have taken at most only rises.
+        self._enabled = self._agree(_leaves_room(self._stream))
+        return self._enabled
 
-    def _holds_gradients(self, adds: tuple[bool, ...]) -> bool:
-        """Whether the gradients that are there are those that a recorded first micro-batch writes."""
-        first = next((found for key, found in self._recordings.items() if not key[-1]), None)
-        if first is None:
-            return False
-        kept = {id(parameter): gradient for parameter, gradient in first.gradients}
-        return all(p.grad is kept.get(id(p)) for p, there in zip(self._parameters, adds, strict=True) if there)
+    def _are_of(self, recording: _Recording) -> bool:
+        """Whether the gradients that are there are those that this recording leaves: they stay where they are."""
+        kept = {id(parameter): gradient for parameter, gradient in recording.gradients}
+        return all(p.grad is kept.get(id(p)) for p in self._parameters if p.grad is not None)
 
     def _record(
         self, work: Callable[[Inputs], tuple[Passed, RecurrentState]], inputs: Inputs, key: tuple[Any, ...]
@@ -240,21 +260,21 @@ class CapturedPasses:
                     "set run.cuda_graphs=false"
                 ) from error
             self._enabled = False
+            # The passes go on eagerly, which takes the memory that recordings keep.
+            self.release()
             for parameter, gradient in zip(self._parameters, before, strict=True):
                 parameter.grad = gradient
             warnings.warn(
                 f"training steps run without a CUDA graph: recording one failed ({first_line(error)})", stacklevel=2
             )
             return None
+        added = [(p, gradient) for p, gradient in zip(self._parameters, before, strict=True) if gradient is not None]
         gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
-        self._recordings[key] = _Recording(replay, buffers, *found[0], gradients)
+        self._recordings[key] = _Recording(replay, buffers, *found[0], added, gradients)
         return self._recordings[key]
 
     def release(self) -> None:
-        """Give back the memory of all recordings, which are made anew when passes go on.
-
-        To be called between steps, when gradients are not needed any more.
-        """
+        """Give back the memory of all recordings, which are made anew when passes go on; gradients keep theirs."""
         self._recordings.clear()
         self._pool = None
 

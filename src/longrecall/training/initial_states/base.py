@@ -117,6 +117,8 @@ class RowChoice:
     def __init__(self, recipe: AnyIntervention, rows: BatchRows) -> None:
         self._probability, self._text_only = recipe.probability, bool(getattr(recipe, "text_only", False))
         self._seed, self._first = rows.seed, rows.first
+        self.shared = rows.add_up is not None
+        """Whether other processes read rows of the batch too."""
         self.batches = 0
         """Batches begun."""
 
@@ -254,7 +256,11 @@ def clip_heads(state: Tensor, limit: float | None) -> Tensor:
 
 
 def filled_state(
-    model: RecurrentLM, chosen: Tensor, convolution: bool, fill: Callable[[int, str, Tensor], Tensor]
+    model: RecurrentLM,
+    chosen: Tensor,
+    convolution: bool,
+    fill: Callable[[int, str, Tensor], Tensor],
+    shared: bool = False,
 ) -> RecurrentState | None:
     """Return the zero state with ``fill(layer, name, zeros)`` in the chosen rows; None when no row is chosen.
 
@@ -264,10 +270,12 @@ def filled_state(
         chosen: bool ``[B]`` on the CPU.
         convolution: convolution states are filled too.
         fill: gets the zeros ``[B, ...]`` that it replaces, for their shape, dtype and device.
+        shared: there are rows in other processes too; then the zero state is returned when no row is chosen.
     """
     # Sharded weights are gathered by all processes together, in the backward pass too. So each reads memory tokens in
-    # the same place, whichever of its rows get a state.
-    alike = bool(model.config.memory_tokens)
+    # the same place, whichever of its rows get a state. And a recorded pass is replayed by all or none: with a state
+    # or without one they are different passes.
+    alike = shared or bool(model.config.memory_tokens)
     if not bool(chosen.any()) and not alike:
         return None
     zero = model.zero_state(len(chosen))

@@ -58,7 +58,7 @@ class FittedNoise:
             noise = noise.mul_(deviation.to(noise.dtype).view(shape)).add_(center.to(noise.dtype).view(shape))
             return clip_heads(noise, self._recipe.clip_norm if is_recurrent(name) else None)
 
-        return filled_state(self._model, chosen, self._recipe.convolution, fill)
+        return filled_state(self._model, chosen, self._recipe.convolution, fill, self._rows.shared)
 
     @torch.no_grad()
     def after_batch(self, final: RecurrentState) -> None:

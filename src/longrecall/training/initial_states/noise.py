@@ -24,7 +24,7 @@ class Noise:
         self._rows = RowChoice(recipe, rows)
 
     def before_batch(self, text: Tensor, row: Tensor | None = None) -> RecurrentState | None:
-        """Return noise in the chosen rows, or None when there is none."""
+        """Return noise in the chosen rows, or None when there is none and no other process has rows."""
         chosen = self._rows.draw(text, row)
         noise = self._rows.noise(text, row, chosen)
         return filled_state(
@@ -32,6 +32,7 @@ class Noise:
             chosen,
             self._recipe.convolution,
             lambda index, name, empty: noise.like(empty).mul_(self._recipe.std),
+            self._rows.shared,
         )
 
     def after_batch(self, final: RecurrentState) -> None:

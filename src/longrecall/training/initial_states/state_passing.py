@@ -48,7 +48,11 @@ class StatePassing:
         if carried is None or any(t.shape[0] != len(text) for layer in carried for t in layer.values()):
             return None
         state = filled_state(
-            self._model, chosen, self._recipe.convolution, lambda index, name, empty: carried[index][name]
+            self._model,
+            chosen,
+            self._recipe.convolution,
+            lambda index, name, empty: carried[index][name],
+            self._rows.shared,
         )
         return None if state is None else self._window.given(state, carried, self._position, chosen)
 
