@@ -60,7 +60,7 @@ def next_token_loss_of_hidden(hidden: Tensor, weight: Tensor, labels: Tensor, it
     positions alone are formed.
     """
     targets, missing = labels[:, 1:], hidden.shape[1] + 1 - labels.shape[1]
-    if missing:
+    if missing > 0:
         # Nothing is predicted by the last token; rows of equal length need no copy of the hidden states.
         targets = F.pad(targets, (0, missing), value=IGNORED)
     kind = hidden.device.type

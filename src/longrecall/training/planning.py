@@ -18,6 +18,7 @@ from longrecall.layers.descriptions.mlp import MLPConfig
 from longrecall.models.distillation import NUMBERS
 from longrecall.models.outline import open_outline
 from longrecall.models.sizes import LayerConfig, ModelSizes
+from longrecall.ops.cross_entropy.op import piece_tokens
 from longrecall.training.initial_states import learned_shapes
 from longrecall.training.leash import teacher_of
 from longrecall.training.optimizer import trained_names
@@ -246,11 +247,9 @@ def _bytes(
     found["work of one layer"] = tokens * max(_work(layer, width) for layer in layers)
     carried = 1 if isinstance(recipe.initial_state, ZeroState) else 2
     found["recurrent states"] = 4 * carried * recipe.run.batch_size * config.state_size()
-    # A fused loss keeps the gradients of the hidden states, sums those of the head in float32, and a chunk of logits.
-    chunk = max(1, tokens * config.hidden_size // config.vocab_size)
-    found["loss"] = tokens * config.hidden_size * width + config.vocab_size * (
-        4 * config.hidden_size + (4 + width) * chunk
-    )
+    # A fused loss keeps the gradients of the hidden states, sums those of the head in float32, and a piece of logits.
+    piece = piece_tokens(tokens, config.vocab_size, width)
+    found["loss"] = tokens * config.hidden_size * width + config.vocab_size * (4 * config.hidden_size + width * piece)
     return found
 
 

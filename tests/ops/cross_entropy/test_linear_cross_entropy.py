@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrecall.ops.cross_entropy.op import linear_cross_entropy
+from longrecall.models.losses import next_token_loss, next_token_loss_of_hidden
+from longrecall.ops.cross_entropy import op
+from longrecall.ops.cross_entropy.op import linear_cross_entropy, piece_tokens
 
 pytest.importorskip("triton")
-pieces = pytest.importorskip("longrecall.ops.cross_entropy.triton.pieces")
+pytest.importorskip("longrecall.ops.cross_entropy.triton.pieces")
 launch = pytest.importorskip("longrecall.ops.kernels.launch")
 
 GPU = torch.cuda.is_available()
@@ -55,8 +57,8 @@ def test_kernel_equals_float64(
     shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Pieces of 16 tokens, the last one shorter.
-    monkeypatch.setattr(pieces, "FEWEST_TOKENS", 16)
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 0)
+    monkeypatch.setattr(op, "FEWEST_TOKENS", 16)
+    monkeypatch.setattr(op, "PIECE_BYTES", 0)
     states, weight, labels = draw(*shape, dtype)
     expected = outcome(states.double(), weight.double(), labels, backend="reference")
     inputs = [x.to(DEVICE) for x in (states, weight, labels)]
@@ -95,7 +97,22 @@ def test_gradients_only_where_they_are_asked_for() -> None:
 
 
 def test_pieces_fill_their_bytes() -> None:
-    assert pieces.piece_tokens(32768, 32000, 2) == 4096
-    assert pieces.piece_tokens(100, 32000, 2) == 100
+    assert piece_tokens(32768, 32000, 2) == 4096
+    assert piece_tokens(100, 32000, 2) == 100
     # However large the vocabulary.
-    assert pieces.piece_tokens(32768, 4_000_000, 4) == 128
+    assert piece_tokens(32768, 4_000_000, 4) == 128
+
+
+def test_each_state_has_a_label() -> None:
+    """Kernels read as many labels as there are states, whatever lies behind them."""
+    states, weight, labels = draw(20, 50, 8, torch.float64)
+    with pytest.raises(ValueError, match="20 labels for 10 states"):
+        linear_cross_entropy(states[:10], weight, labels)
+    # Of hidden states and of logits alike: with the next piece's first label, or without.
+    rows, ids = states.view(2, 10, 8), labels.view(2, 10)
+    for given in (ids, torch.cat([ids, ids[:, :1]], 1)):
+        # float64 sums in another order.
+        expected = next_token_loss(rows @ weight.t(), given)
+        torch.testing.assert_close(next_token_loss_of_hidden(rows, weight, given), expected)
+    with pytest.raises(ValueError, match="22 labels for 20 states"):
+        next_token_loss_of_hidden(rows, weight, torch.cat([ids, ids[:, :2]], 1))

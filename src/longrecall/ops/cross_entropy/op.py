@@ -18,6 +18,12 @@ from longrecall.ops.backends import Op, Presumed, declare, kernel
 IGNORED = -100
 """The label of a token that has no loss."""
 
+PIECE_BYTES = 256 << 20
+"""Of the logits of a piece: large enough that its products fill a GPU."""
+
+FEWEST_TOKENS = 128
+"""Of a piece, however large the vocabulary."""
+
 LINEAR_CROSS_ENTROPY = declare(Op("linear_cross_entropy", kernels="cross_entropy.triton.pieces", compiler_fuses=True))
 
 
@@ -44,8 +50,10 @@ def linear_cross_entropy(
         backend: "triton" or "reference"; None chooses.
 
     Raises:
-        ValueError: the kernel was asked for by name and cannot serve the call.
+        ValueError: there is not one label for each state; the kernel was asked for by name and cannot serve the call.
     """
+    if len(labels) != len(states):
+        raise ValueError(f"there are {len(labels)} labels for {len(states)} states; give each state one, -100 for none")
     dtype = dtype or states.dtype
     if LINEAR_CROSS_ENTROPY.on_kernels({"states": states, "weight": weight}, backend):
         total: Tensor = _in_pieces(states, weight, labels, dtype)
@@ -54,3 +62,9 @@ def linear_cross_entropy(
     logits = F.linear(states[kept].to(dtype), weight.to(dtype))
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits, labels[kept], reduction="sum")
+
+
+def piece_tokens(tokens: int, vocabulary: int, width: int) -> int:
+    """How many of `tokens` tokens are read at a time, of `width` bytes a logit: a power of two, or all of them."""
+    most = max(FEWEST_TOKENS, PIECE_BYTES // (vocabulary * width))
+    return min(tokens, 1 << (most.bit_length() - 1))

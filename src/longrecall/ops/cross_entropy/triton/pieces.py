@@ -10,13 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longrecall.ops.cross_entropy.op import piece_tokens
 from longrecall.ops.kernels.launch import kernel, on_device, why_not_tensors
-
-PIECE_BYTES = 256 << 20
-"""Of the logits of a piece: large enough that its products fill a GPU."""
-
-FEWEST_TOKENS = 128
-"""Of a piece, however large the vocabulary."""
 
 BLOCK = 4096
 """Logits of a row that a program holds at a time."""
@@ -73,12 +68,6 @@ def linear_cross_entropy(states: Tensor, weight: Tensor, labels: Tensor, dtype: 
     """The sum of the losses of labels ``[N]``, -100 = none, from ``[N, d]`` and ``[vocab, d]``; products in `dtype`."""
     gradients = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
     return cast(Tensor, _InPieces.apply(gradients, dtype, states, weight, labels.contiguous()))
-
-
-def piece_tokens(tokens: int, vocabulary: int, width: int) -> int:
-    """How many of `tokens` tokens are read at a time, of `width` bytes a logit: a power of two, or all of them."""
-    most = max(FEWEST_TOKENS, PIECE_BYTES // (vocabulary * width))
-    return min(tokens, 1 << (most.bit_length() - 1))
 
 
 class _InPieces(torch.autograd.Function):
