@@ -19,6 +19,7 @@ from longrecall.sweep.grid import RunSpec, runs_of, steps_of
 from longrecall.sweep.outcomes import Patience
 from longrecall.sweep.recipe import SweepRecipe
 from longrecall.sweep.scheduler import train_all
+from longrecall.sweep.slots import Slots
 from longrecall.sweep.summary import best_rows, cell_rows
 from longrecall.sweep.training import ModelRun
 from longrecall.tasks.sequences import sequence_batch
@@ -163,6 +164,17 @@ def test_the_budget_leaves_checkpoints_that_resume_takes(make_spec: MakeSpec, tm
             break
         assert rows or [path.name for path in tmp_path.iterdir()] == [f"{spec.key[:16]}.pt"]
     assert rows == whole and running and not list(tmp_path.iterdir())
+
+
+def test_a_run_that_evaluates_after_every_step_is_stopped_too(make_spec: MakeSpec, tmp_path: Path) -> None:
+    queue, rows = iter([make_spec("training.epochs=8", "training.evaluate_every=1")]), list[dict[str, Any]]()
+    training = Slots(lambda: next(queue, None), CPU, 1, rows.append, checkpoints=tmp_path)
+    for _ in range(3):
+        training.turn()
+    (stopped,) = training.running()
+    assert stopped["steps"] == len(stopped["history"]) == 3 and not rows
+    assert len(list(tmp_path.iterdir())) == 1
+    training.close()
 
 
 def test_checkpoints_that_cannot_be_used(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:

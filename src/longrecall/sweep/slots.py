@@ -98,6 +98,7 @@ class Slots:
     def _park(self, slot: tuple[ModelRun, Iterator[bool]]) -> None:
         """Write the checkpoint of a run; one whose last evaluation was under way has ended instead."""
         run, work = slot
+        run.stopping = True
         try:
             while run.evaluating:
                 next(work)

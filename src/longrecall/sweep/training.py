@@ -64,6 +64,8 @@ class ModelRun:
         self.step = 0
         self.evaluating = False
         """Whether an evaluation has begun that has not been taken yet."""
+        self.stopping = False
+        """Whether `work` is to pause after an evaluation, before it enqueues another step."""
         self.outcome = Outcome()
         self.outcomes = [Outcome() for _ in test]
         self.patience = Patience()
@@ -161,6 +163,8 @@ class ModelRun:
                     self.seconds = time.perf_counter() - started
                     if self.status != "running":
                         return
+                    if self.stopping and self.step < total:
+                        yield False
         self.status = "done"
 
     def _steps_of(self, epoch: int) -> list[tuple[int, Tensor]]:
