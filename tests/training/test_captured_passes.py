@@ -71,6 +71,8 @@ def both_ways(make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatc
         ((ZERO, "run.gradient_accumulation=1"), 1),
         ((ZERO, "run.gradient_accumulation=3", "run.precision=bf16"), 3),
         (("initial_state={kind: noise, std: 0.1}", "run.gradient_checkpointing=true"), 2),
+        # Batches with and without a state take turns within a step: as many kinds as are recorded at a time.
+        (("initial_state={kind: state_passing, probability: 0.3}", "run.gradient_accumulation=3", "run.steps=24"), 4),
         # Evaluation takes the recordings' memory, and they are made anew.
         (
             (
@@ -127,6 +129,17 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
+def tape_of(work: Callable[[], None], parameters: list[torch.nn.Parameter]) -> Tape:
+    """The tape of a work that adds to gradients; as in a capture, nothing has been executed."""
+    before = [None if p.grad is None else p.grad.clone() for p in parameters]
+    with Tape() as tape:
+        work()
+    for parameter, old in zip(parameters, before, strict=True):
+        if parameter.grad is not None:
+            parameter.grad.copy_(torch.full_like(parameter, torch.nan).detach() if old is None else old)
+    return tape
+
+
 class Toy:
     """A model of three parameters, one of them never used, and passes of it that are recorded with `Tape`."""
 
@@ -139,15 +152,8 @@ class Toy:
         self.passes = captured_passes.CapturedPasses(self.parameters, "a stream", **options)
 
     def record(self, work: Callable[[], None], stream: Any, pool: Any) -> tuple[Callable[[], None], Any]:
-        before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
-        with Tape() as tape:
-            work()
-        # A capture executes nothing.
-        for parameter, old in zip(self.parameters, before, strict=True):
-            if parameter.grad is not None:
-                parameter.grad.copy_(torch.full((3,), torch.nan) if old is None else old)
         self.made += 1
-        return tape.replay, pool
+        return tape_of(work, self.parameters).replay, pool
 
     def work(self, tensors: dict[str, torch.Tensor], initial: Any) -> captured_passes.Passed:
         before = initial.before_batch(torch.ones(1, dtype=torch.bool))
@@ -273,3 +279,33 @@ def test_sums_that_fsdp_keeps_are_not_recorded(make_recipe: Callable[..., Recipe
     assert "FSDP" in str(why())
     assert why("run.gradient_accumulation=1") is None
     assert why(replicate=1) is None
+
+
+def test_a_whole_run_without_a_gpu(
+    make_recipe: Callable[..., Recipe], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's own passes, repeated on the memory that they had: clipping, states and logs stay the same."""
+    options = (
+        *("run.steps=8", "run.gradient_accumulation=3", "initial_state={kind: state_passing, probability: 0.3}"),
+        # A row of text has labels everywhere: nothing has a length that the host would have to read back.
+        f"data.sources=[{{kind: text, path: {text}}}]",
+    )
+    expected = run(make_recipe(*options))
+    made: list[Any] = []
+
+    def taped(job: Any, device: torch.device, eager: bool) -> captured_passes.CapturedPasses:
+        parameters = list(job.model.parameters())
+
+        def record(work: Callable[[], None], stream: Any, pool: Any) -> tuple[Callable[[], None], Any]:
+            made.append(None)
+            return tape_of(work, parameters).replay, pool
+
+        return captured_passes.CapturedPasses(parameters, "a stream", 1, recorder=record)
+
+    monkeypatch.setattr("longrecall.training.trainer.why_eager", lambda job, device: None)
+    monkeypatch.setattr(captured_passes.CapturedPasses, "of", taped)
+    monkeypatch.setattr(captured_passes.CapturedPasses, "on_stream", lambda self: contextlib.nullcontext())
+    found = run(make_recipe(*options))
+    assert len(made) == 4
+    # The same operations on the same numbers.
+    assert found[0] == expected[0] and all(torch.equal(found[1][name], x) for name, x in expected[1].items())
