@@ -9,6 +9,7 @@ from typing import Any
 
 import matplotlib
 import pytest
+import torch
 
 from docs.tutorials.build_notebooks import FOLDER, SCRIPTS, notebook
 
@@ -40,15 +41,16 @@ def run_cells(name: str, instead: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def without_a_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def put_back_what_a_notebook_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     import matplotlib.pyplot as plt
 
     monkeypatch.chdir(tmp_path)
-    earlier = matplotlib.get_backend()
+    earlier, threads = matplotlib.get_backend(), torch.get_num_threads()
     plt.switch_backend("Agg")
     yield
     plt.close("all")
     plt.switch_backend(earlier)
+    torch.set_num_threads(threads)
 
 
 def plot_of(namespace: dict[str, Any]) -> Path:
@@ -76,3 +78,28 @@ def test_links_of_a_notebook_lead_to_a_file(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_each_cell_of_a_tutorial_runs(name: str) -> None:
     assert plot_of(run_cells(name, QUICK[name])).stat().st_size > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_larger_state_recalls_more_than_the_control() -> None:
+    shown = run_cells("bigger_memory", {})
+    (enlarged, _, _), (control, _, _) = shown["enlarged"][-1], shown["control"][-1]
+    assert enlarged > control
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_state_passing_mends_more_than_plain_training() -> None:
+    shown = run_cells("past_the_training_length", {})
+    before, plain, passed = (shown[name][-1]["loss"] for name in ("before", "plain", "passed"))
+    assert passed < plain < before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_larger_state_and_retrieval_recall_more_than_a_small_state() -> None:
+    rows = run_cells("retrieval_or_state", {})["rows"]
+    small, large, retrieval = (row["tests"] for row in rows.values())
+    assert all(s["accuracy"] < x["accuracy"] for s, x in zip(small, large, strict=True))
+    assert all(s["accuracy"] < x["accuracy"] for s, x in zip(small, retrieval, strict=True))

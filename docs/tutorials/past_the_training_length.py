@@ -42,6 +42,7 @@ assets = Path(longrecall.__file__).parent / "assets"
 base, text = assets / "mamba2-base", assets / "text"
 folder = Path(FOLDER)
 folder.mkdir(parents=True, exist_ok=True)
+torch.set_num_threads(1)  # so small a model gains little from more, and a busy machine can make it far slower
 
 # %% [markdown]
 # ## A patient

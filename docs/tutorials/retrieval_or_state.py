@@ -18,6 +18,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+import torch
 import yaml
 
 from longrecall.sweep.recipe import SweepRecipe
@@ -33,6 +34,7 @@ FOLDER = "runs/tutorials/retrieval_or_state"  # everything is written here
 # %%
 folder = Path(FOLDER)
 folder.mkdir(parents=True, exist_ok=True)
+torch.set_num_threads(1)  # so small a model gains little from more, and a busy machine can make it far slower
 
 # %% [markdown]
 # ## The task
