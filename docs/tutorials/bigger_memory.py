@@ -28,7 +28,7 @@ from longrecall.training.recipe import Recipe
 from longrecall.training.run import run_recipe
 
 # %% tags=["parameters"]
-STEPS = 90  # training steps of each of the two models
+STEPS = 120  # training steps of each of the two models
 SAMPLES = 512  # questions for each point of the plot
 FOLDER = "runs/tutorials/bigger_memory"  # everything is written here
 

@@ -124,7 +124,8 @@ for label, row in rows.items():
 left.axvline(8, color="0.7", linestyle=":", label="most pairs of a training row")
 left.set(xlabel="pairs in the row", ylabel="share of right answers", ylim=(-0.02, 1.04), xticks=list(PAIRS))
 right.set(xlabel=f"tokens of a row with {FAR_PAIRS} pairs", xscale="log", xticks=LENGTHS, xticklabels=LENGTHS)
-left.legend()
+right.minorticks_off()
+right.legend(*left.get_legend_handles_labels(), loc="center")
 figure.tight_layout()
 figure.savefig(folder / "recall.svg")
 
@@ -138,6 +139,8 @@ for label, row in rows.items():
     print(f"{label}: {at_most:.0%} of {most} pairs, {at_farthest:.0%} of {FAR_PAIRS} pairs in {farthest} tokens")
 
 # %% [markdown]
+# On the right the tokens between are all the same blank, 0. Text is harder: it goes on writing into the state.
+#
 # Each line is one seed, trained for seconds. A model that has not learned the task yet looks like one that cannot
 # hold it: raise `EPOCHS` and look again.
 #
