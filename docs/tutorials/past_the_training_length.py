@@ -143,11 +143,15 @@ figure.savefig(folder / "loss_by_position.svg")
 # others. All lines read the same pages. So compare a line with the dashed one at the same place:
 
 # %%
-first, last = before[-1]["start"], before[-1]["end"]
-print(f"Loss of positions {first} to {last}, above that of the model as it ships:")
-for label in ("the patient", "plain training", "state passing"):
-    ranges = lines[label][0]
-    print(f"  {label}: {ranges[-1]['loss'] - healthy[-1]['loss']:+.2f} nats")
+near = next(index for index, entry in enumerate(before) if entry["start"] >= LENGTH)
+for index in (near, len(before) - 1):
+    print(f"Loss of positions {before[index]['start']} to {before[index]['end']}, above that of the model as it ships:")
+    for label in ("the patient", "plain training", "state passing"):
+        print(f"  {label}: {lines[label][0][index]['loss'] - healthy[index]['loss']:+.2f} nats")
+
+# %% [markdown]
+# The first three numbers stand just behind the training length, the others at the end. Compare them: a cure may cost
+# something where the model was not ill.
 
 # %% [markdown]
 # We have made this illness by hand, and trained for one short run with one seed. Models become ill by themselves,
