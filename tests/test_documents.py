@@ -26,6 +26,7 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "papers").glob("*.md")),
+    *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
     *sorted(ROOT.glob("*/README.md")),
 ]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
