@@ -1,7 +1,7 @@
-# make install | demo | test | lint. With a GPU: make install CONSTRAINTS= EXTRAS=gpu,report,data,logging,dev
+# make install | demo | test | lint | docs | docs-build. With a GPU: make install CONSTRAINTS= EXTRAS=gpu,report,data,logging,dev
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= report,data,logging,eval,peft,serve,dev
+EXTRAS ?= report,data,logging,eval,peft,serve,docs,dev
 CONSTRAINTS ?= constraints.txt
 PIP_ARGS ?=
 WORKERS ?= 3
@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed.stamp
 
-.PHONY: install demo test lint clean
+.PHONY: install demo test lint docs docs-build clean
 
 install: $(STAMP)
 
@@ -31,6 +31,13 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The pages at localhost:8000; docs-build makes a folder of them and fails on a link that leads nowhere.
+docs: install
+	$(BIN)/python -m website.build --serve
+
+docs-build: install
+	$(BIN)/python -m website.build
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -22,11 +22,10 @@ from longrecall.tasks.suites import SUITES
 from longrecall.training.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
+FOLDERS = (".", "papers", "concepts", "how-to", "reference", "tutorials")
 PAGES = [
     *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs" / "papers").glob("*.md")),
-    *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
+    *(page for folder in FOLDERS for page in sorted((ROOT / "docs" / folder).glob("*.md"))),
     *sorted(ROOT.glob("*/README.md")),
 ]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))

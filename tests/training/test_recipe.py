@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longrecall.errors import UserError
 from longrecall.training.recipe import HandoverRecipe, OptimizerRecipe, Recipe
 from longrecall.training.recipe_sources import TextSource
-from longrecall.training.recipe_states import INITIAL_STATES, StatePassingRecipe
+from longrecall.training.recipe_states import INITIAL_STATES, StatePassingRecipe, ZeroState
 from longrecall.training.schedule import handover_progress, rate_factor
 
 MINIMAL: dict[str, Any] = {
@@ -145,6 +145,17 @@ def test_touched_is_a_multiple_or_a_rate() -> None:
     assert OptimizerRecipe(learning_rate=0.002, touched="10x").touched_rate == pytest.approx(0.02, rel=1e-12)
     assert OptimizerRecipe(learning_rate=0.002, touched=0.5).touched_rate == 0.5
     assert OptimizerRecipe(learning_rate=0.002, touched="1e-2").touched_rate == 0.01
+
+
+def test_an_override_of_the_kind_drops_what_the_recipe_says_of_another_kind() -> None:
+    passing = {**MINIMAL, "initial_state": {"kind": "state_passing", "probability": 0.5, "clip_norm": 3.0}}
+    assert Recipe.from_dict(passing, ["initial_state.kind=zero"]).initial_state == ZeroState()
+    assert Recipe.from_dict(passing, ["initial_state.kind=truncated_bptt"]).initial_state.probability == 0.5
+    with pytest.raises(UserError, match=r'unknown key "initial_state\.probability"'):
+        Recipe.from_dict(passing, ["initial_state.kind=zero", "initial_state.probability=1"])
+    with pytest.raises(UserError, match=r'unknown key "initial_state\.probabilty"'):
+        misspelt = {**MINIMAL, "initial_state": {"kind": "state_passing", "probabilty": 0.5}}
+        Recipe.from_dict(misspelt, ["initial_state.kind=zero"])
 
 
 def test_an_override_of_the_length_replaces_the_one_of_the_recipe() -> None:

@@ -37,6 +37,11 @@ class RecurrentConfig(ModelSizes, PreTrainedConfig):
 
     Raises:
         UserError: an unknown mixer or key, or a value that cannot be, named with its layer.
+
+    >>> mixer = {"type": "gla", "num_heads": 2, "key_dim": 8, "value_dim": 16}
+    >>> config = RecurrentConfig(hidden_size=32, layers=[{"mixer": mixer, "mlp_size": 64}] * 2)
+    >>> config.num_hidden_layers
+    2
     """
 
     model_type = "longrecall"

@@ -62,6 +62,10 @@ def load(
 
     Raises:
         UserError: whatever is wrong with the checkpoint (`open_checkpoint`), the dtype, the device or `quantize`.
+
+    >>> model = load(BASE)
+    >>> model(torch.tensor([[72, 105]])).logits.shape             # [B, T, vocabulary]
+    torch.Size([1, 2, 258])
     """
     wanted, place = parse_dtype(dtype), _parse_device(device)
     check_quantize(quantize)

@@ -203,7 +203,11 @@ class RecurrentModel(RecurrentPreTrainedModel):
 
 
 class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin):
-    """A causal language model whose layers are recurrences (or attention), each with its own sizes."""
+    """A causal language model whose layers are recurrences (or attention), each with its own sizes.
+
+    >>> RecurrentLM(load(BASE).config).state_size()           # of its kind, with fresh weights
+    3840
+    """
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012 (transformers' own protocol)
 

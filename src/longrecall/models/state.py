@@ -49,6 +49,14 @@ class RecurrentState:
         length: columns read, padding included; what transformers calls the cache's sequence length.
         context: int32 ``[B, tokens]``: the real tokens each row has read, from the left without gaps, then -1; None for
             a model without retrieval layers, which alone look them up.
+
+    >>> model = load(BASE)
+    >>> state = model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
+    >>> state.position                                            # tokens read so far
+    tensor([3])
+    >>> isinstance(state, RecurrentState), len(state.layers)
+    (True, 3)
+    >>> more = model(torch.tensor([[4]]), past_key_values=state).past_key_values     # `state` is what it was
     """
 
     is_compileable: ClassVar[bool] = False

@@ -337,6 +337,11 @@ BACKENDS = {
         Backend("flash_qla", "FlashQLA's kernels, when named; bfloat16, heads of 128", kernels=True, peer=True),
     )
 }
+"""What can compute an op, by name; `why_not` of each says what keeps it from a call.
+
+>>> list(BACKENDS)
+['reference', 'chunked', 'triton', 'fla', 'flash_qla']
+"""
 
 
 def declare(op: Op) -> Op:

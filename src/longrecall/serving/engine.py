@@ -53,6 +53,11 @@ class Engine:
     """Answers requests with one model, in a thread of its own; every method may be called from any thread.
 
     Use it as a context manager, or `close` it. The model is not to be changed or trained meanwhile.
+
+    >>> with Engine(BASE, slots=2) as engine:
+    ...     request = engine.submit("Once upon a time", max_new_tokens=4)
+    ...     len(request.result().ids)
+    4
     """
 
     def __init__(

@@ -96,6 +96,10 @@ def expand(
     Raises:
         UserError: an unknown name, a layer that the method does not fit, NaN or Inf in the weights of a chosen layer,
             an output that cannot be written. Nothing is written then.
+
+    >>> summary = expand(BASE, "bigger", method="grow_state", layers="all", dry_run=True)
+    >>> summary.state_after / summary.state_before
+    4.0
     """
     return expand_with(
         src, dst, method=method, layers=layers, init=init, seed=seed, dry_run=dry_run, force=force, options=options

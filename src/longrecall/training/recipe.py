@@ -305,12 +305,15 @@ class Recipe:
     def from_dict(cls, data: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:
         """Checked construction from plain data with ``a.b=value`` overrides on top; `data` is not changed.
 
-        An override of run.steps takes the place of the data's run.tokens, and the other way round.
+        An override of run.steps takes the place of the data's run.tokens, and the other way round. One of
+        initial_state.kind drops the keys of the data that another kind has and this one lacks.
         """
         data = copy.deepcopy(data)
         for override in overrides:
             apply_override(data, override)
-        _settle_length(data.get("run"), {override.partition("=")[0].strip() for override in overrides})
+        overridden = {override.partition("=")[0].strip() for override in overrides}
+        _settle_length(data.get("run"), overridden)
+        _settle_initial_state(data.get("initial_state"), overridden)
         recipe: Recipe = build(cls, data)
         return recipe
 
@@ -349,6 +352,17 @@ def _settle_length(run: Any, overridden: set[str]) -> None:
         given = isinstance(run, dict) and run.get(name) not in (None, "none")
         if given and f"run.{name}" in overridden and f"run.{other}" not in overridden:
             run.pop(other, None)
+
+
+def _settle_initial_state(state: Any, overridden: set[str]) -> None:
+    """Drop keys of the recipe's kind where an override names a kind that lacks them; overrides of them still fail."""
+    known = INITIAL_STATES.get(str(state.get("kind"))) if isinstance(state, dict) else None
+    if known is None or "initial_state.kind" not in overridden:
+        return
+    theirs = {item.name for kind in INITIAL_STATES.values() for item in dataclasses.fields(kind)}
+    for key in theirs - {item.name for item in dataclasses.fields(known)}:
+        if f"initial_state.{key}" not in overridden:
+            state.pop(key, None)
 
 
 def _plain(value: Any) -> Any:

@@ -15,6 +15,10 @@ def own_piece(x: Tensor, group: ContextGroup) -> Tensor:
 
     Raises:
         UserError: the ranks do not divide T.
+
+    >>> ids = torch.arange(6)[None]
+    >>> own_piece(ids, ContextGroup(process_group=object(), rank=1, world=2))
+    tensor([[3, 4, 5]])
     """
     length = x.shape[1]
     if length % group.world:

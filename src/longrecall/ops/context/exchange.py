@@ -48,6 +48,9 @@ def from_previous(tensor: Tensor, start: Tensor) -> Tensor:
 
     Returns:
         A tensor of that shape and dtype; `start` where no context group holds.
+
+    >>> from_previous(torch.ones(2), start=torch.zeros(2))        # one rank alone: nobody is before it
+    tensor([0., 0.])
     """
     group = execution.context()
     if group is None:
@@ -70,6 +73,9 @@ def received(start: Tensor, *read: Tensor | None) -> Tensor:
         start: ``[B, ...]``, one shape and dtype on all ranks. Only the first rank reads its numbers.
         read: the other tensors that the value that is handed on depends on. If one of them or `start` requires a
             gradient, so does the result.
+
+    >>> received(torch.zeros(2))
+    tensor([0., 0.])
     """
     group = execution.context()
     if group is None:
@@ -91,6 +97,8 @@ def hand_on(beside: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor]:
 
     The gradient of the next rank is added to that of `tensor`. For that the backward must come here on every rank: it
     does where the loss depends on `beside`, which is the output of the layer. Rows are those of `from_previous`.
+
+    >>> output, state = hand_on(torch.ones(2), torch.zeros(2))
     """
     group = execution.context()
     if group is None:
@@ -105,6 +113,9 @@ def all_gather(tensor: Tensor) -> Tensor:
     """The tensors of all ranks, one shape and dtype, ``[...]`` -> ``[world, ...]``; ``[1, ...]`` without a group.
 
     The gradient of a rank's tensor is the sum of the gradients of its copies on all ranks.
+
+    >>> all_gather(torch.ones(2)).shape
+    torch.Size([1, 2])
     """
     group = execution.context()
     if group is None:
@@ -119,6 +130,8 @@ def from_last(beside: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     The tensors have any shapes and dtypes, the same on all ranks; they travel in one message of each dtype. The
     gradients of all ranks are added up and go to the last rank. For that the backward must come here on every rank: it
     does where the loss depends on `beside`.
+
+    >>> output, state = from_last(torch.ones(2), torch.zeros(2))
     """
     group = execution.context()
     if group is None:
@@ -131,6 +144,8 @@ def from_ends(beside: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """As `from_last` inside `row_pieces`: each of the N documents from the rank on which it ends.
 
     `tensors` are ``[n, ...]``, a row for each document of this rank; those that are returned are ``[N, ...]``.
+
+    >>> output, state = from_ends(torch.ones(2), torch.zeros(3, 2))
     """
     group, pieces = execution.context(), execution.row_pieces()
     if group is None or pieces is None:
@@ -143,6 +158,9 @@ def summed(tensor: Tensor) -> Tensor:
     """The sum of the tensors of all ranks, on every rank, for a term of the loss that all ranks compute alike.
 
     The gradient passes unchanged to each rank's own tensor. So the ranks' gradients add up to that of the term once.
+
+    >>> summed(torch.ones(2))
+    tensor([1., 1.])
     """
     group = execution.context()
     if group is None:

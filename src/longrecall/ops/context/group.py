@@ -14,7 +14,12 @@ from longrecall.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class ContextGroup:
-    """The ranks among which every sequence is cut: rank r holds the r-th piece, as long as every other piece."""
+    """The ranks among which every sequence is cut: rank r holds the r-th piece, as long as every other piece.
+
+    >>> group = ContextGroup.alone()                              # under torchrun: ContextGroup.of()
+    >>> group.rank, group.world, group.first, group.last
+    (0, 1, True, True)
+    """
 
     process_group: Any
     """The group of torch.distributed; None for one rank alone."""
@@ -59,6 +64,11 @@ class RowPieces:
 
     B sequences hold N documents, of which n have tokens in this rank's pieces. Those are the rows here. A document that
     began on the rank before goes on from its state there. Every other one begins from the state that it was given.
+
+    >>> row, yes, no = torch.tensor([0]), torch.tensor([True]), torch.tensor([False])
+    >>> pieces = RowPieces(documents=2, rows=row, ends=yes, first=row, last=row, goes_on=no)
+    >>> pieces.documents - len(pieces.rows)                       # documents of which this rank holds nothing
+    1
     """
 
     documents: int

@@ -43,6 +43,11 @@ def diagonal_ssm(
 
     Returns:
         ``[B, T, H, P]`` in the dtype of `u` and the final state ``[B, H, 2 M, P]``, None where it is not wanted.
+
+    >>> rate, angle = torch.full((2, 1, 1), 0.0)                  # one eigenvalue, 1: it adds up the inputs
+    >>> y, state = diagonal_ssm(torch.ones(1, 3, 1, 1), rate, angle, torch.tensor([[[0.5, 0.0]]]))
+    >>> y[0, :, 0, 0].round(decimals=3)
+    tensor([1., 2., 3.])
     """
     length, heads, width = u.shape[1:]
     wide = torch.float64 if u.dtype == torch.float64 else torch.float32

@@ -55,6 +55,10 @@ def long_convolution(
 
     Raises:
         ValueError: the kernel was asked for by name and cannot serve the call.
+
+    >>> y, history = long_convolution(torch.ones(1, 3, 1), torch.ones(1, 100))
+    >>> y[0, :, 0].round(decimals=3), history.shape
+    (tensor([1., 2., 3.]), torch.Size([1, 3, 1]))
     """
     if context() is not None:
         return _of_a_piece(x, taps, history, mask, grow, backend)

@@ -105,6 +105,11 @@ def short_convolution(
 
     Raises:
         ValueError: the kernel was asked for by name and cannot serve the call.
+
+    >>> x = torch.arange(4.0).view(1, 4, 1)
+    >>> y, state = short_convolution(x, torch.tensor([[1.0, 1.0]]), activation=None)
+    >>> y[0, :, 0], state[0, 0]                                   # sums of two neighbours; the last input
+    (tensor([0., 1., 3., 5.]), tensor([3.]))
     """
     if cu_seqlens is not None:
         check_boundaries(cu_seqlens, x.shape[1])

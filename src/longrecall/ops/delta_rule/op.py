@@ -59,6 +59,13 @@ def gated_delta_rule(
     key channel Kimi Delta Attention (Kimi Team 2025, section 3). Keys are taken as given: normalise outside.
     `log_decay` ``[B, T, H]``, ``[B, T, G, K]`` or None; `beta` ``[B, T, H]``; all else, and what is returned and
     raised, as in `gated_linear_attention`.
+
+    >>> k = torch.eye(2)[[0, 1, 0]].view(1, 3, 1, 2)              # the third token writes under the key of the first
+    >>> v = torch.tensor([5.0, 6.0, 7.0]).view(1, 3, 1, 1)
+    >>> o, state = gated_delta_rule(k, k, v, None, torch.ones(1, 3, 1))
+    >>> state[0, 0]                                               # 7 has taken the place of 5
+    tensor([[7.],
+            [6.]])
     """
     check_attention_inputs(q, k, v, log_decay, beta)
     tensors = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
@@ -86,6 +93,12 @@ def generalised_delta_rule(
 
     Source: Peng et al. 2025 (RWKV-7), section 4, with rows for columns. `removal` a, `replacement` b and `log_decay`
     ``[B, T, G, K]``; all else, and what is returned and raised, as in `gated_linear_attention`.
+
+    >>> k = torch.eye(2)[[0, 1, 0]].view(1, 3, 1, 2)
+    >>> v = torch.tensor([5.0, 6.0, 7.0]).view(1, 3, 1, 1)
+    >>> o, state = generalised_delta_rule(k, k, v, torch.zeros_like(k), k, k)        # a = b = k: the delta rule
+    >>> state[0, 0, :, 0]
+    tensor([7., 6.])
     """
     check_attention_inputs(q, k, v, log_decay)
     for name, x in (("log_decay", log_decay), ("removal", removal), ("replacement", replacement)):

@@ -62,6 +62,11 @@ def bonus_linear_attention(
 
     Raises:
         ValueError: shapes that do not fit, or an unknown backend.
+
+    >>> r, k, v, g = torch.ones(4, 1, 6, 2, 4)
+    >>> o, state = bonus_linear_attention(r, k, v, -g, torch.zeros(2, 4))
+    >>> o[0, 0, 0]                                                # with u = 0 the first token reads an empty state
+    tensor([0., 0., 0., 0.])
     """
     check_attention_inputs(r, k, v, log_decay)
     if tuple(bonus.shape) != tuple(r.shape[2:]) or log_decay.shape != r.shape or r.shape[2] != v.shape[2]:

@@ -62,6 +62,12 @@ def gated_linear_attention(
 
     Raises:
         ValueError: shapes that do not fit, an unknown backend, or one that cannot serve this call.
+
+    >>> q, k, v = torch.ones(3, 1, 6, 2, 4)                       # each [B, T, H, K]
+    >>> o, state = gated_linear_attention(q, k, v, torch.full((1, 6, 2), -0.1))
+    >>> o.shape, state.shape
+    (torch.Size([1, 6, 2, 4]), torch.Size([1, 2, 4, 4]))
+    >>> more, state = gated_linear_attention(q, k, v, None, initial_state=state)     # the text goes on
     """
     check_attention_inputs(q, k, v, log_decay)
     tensors = {"q": q, "k": k, "v": v, "log_decay": log_decay}
@@ -86,6 +92,11 @@ def merged_linear_attention(
     :math:`o_{t,h'} = \mathrm{scale} \sum_h M_{hh'} q_{t,h} S_t[h, h']`. Source: StateX, section 4.1 (M of ones is its
     merged head, M = I the layer before the merge). `mixing` ``[H, H]``, q, k and v have H heads, the state is
     ``[B, H, K, H * V]``; all else as in `gated_linear_attention`.
+
+    >>> q, k, v = torch.ones(3, 1, 6, 2, 4)
+    >>> o, state = merged_linear_attention(q, k, v, None, torch.eye(2))              # M = I: the layer before the merge
+    >>> state.shape, torch.equal(o, gated_linear_attention(q, k, v, None)[0])
+    (torch.Size([1, 2, 4, 8]), True)
     """
     check_attention_inputs(q, k, v, log_decay)
     heads = v.shape[2]

@@ -88,6 +88,11 @@ def linear_recurrence(
 
     Raises:
         ValueError: shapes that do not fit, an unknown backend, or one that cannot serve this call.
+
+    >>> half = torch.full((1, 3, 1), 0.5).log()
+    >>> h, state = linear_recurrence(torch.ones(1, 3, 1), half)
+    >>> h[0, :, 0]
+    tensor([1.0000, 1.5000, 1.7500])
     """
     if x.dim() != 3 or log_decay.shape != x.shape:
         raise ValueError(f"x and log_decay must be [B, T, C]; got {list(x.shape)} and {list(log_decay.shape)}")
@@ -126,6 +131,12 @@ def weighted_average(
 
     Raises:
         ValueError: shapes that do not fit, an unknown backend, or one that cannot serve this call.
+
+    >>> k, g = torch.zeros(2, 1, 3, 1)
+    >>> v = torch.tensor([3.0, 6.0, 9.0]).view(1, 3, 1)
+    >>> o, state = weighted_average(k, v, g, torch.zeros(1))
+    >>> o[0, :, 0]                                                # equal keys, no decay: the mean so far
+    tensor([3.0000, 4.5000, 6.0000])
     """
     fits = v.dim() == 3 and k.shape == v.shape and tuple(bonus.shape) == tuple(v.shape[2:])
     if not fits or log_decay.shape not in (v.shape, bonus.shape):

@@ -72,6 +72,12 @@ def selected_attention(
 
     Raises:
         ValueError: shapes that do not fit together, an unknown backend, or one that cannot serve this call.
+
+    >>> q = k = torch.zeros(1, 4, 1, 2)
+    >>> v = torch.arange(4.0).view(1, 4, 1, 1).expand(1, 4, 1, 2)
+    >>> chunks = torch.tensor([[[-1], [-1], [0], [0]]])           # the last two queries read tokens 0 and 1
+    >>> selected_attention(q, k, v, chunks, None, chunk=2)[0, :, 0, 0]
+    tensor([0.0000, 0.0000, 0.5000, 0.5000])
     """
     _check(q, k, v, chunks, weights, chunk)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -117,6 +123,12 @@ def best_chunks(
 
     Raises:
         ValueError: shapes that do not fit together, an unknown backend, or one that cannot serve this call.
+
+    >>> vectors = torch.eye(3)[None]                              # three chunks
+    >>> queries = torch.tensor([[[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]])
+    >>> chosen, scores = best_chunks(queries, vectors, torch.tensor([[2, 3]]), 1)
+    >>> chosen[0, :, 0]                                           # the third chunk has not ended before the first query
+    tensor([1, 2])
     """
     if queries.dim() != 3 or vectors.dim() != 3 or queries.shape[::2] != vectors.shape[::2] or count < 1:
         raise ValueError(

@@ -80,6 +80,12 @@ def selective_scan(
 
     Raises:
         ValueError: shapes that do not fit, an unknown backend, or one that cannot serve this call.
+
+    >>> x, step = torch.ones(2, 1, 3, 4)
+    >>> b = c = torch.ones(1, 3, 2)
+    >>> y, state = selective_scan(x, step, torch.zeros(4, 2), b, c)
+    >>> y[0, :, 0], state.shape                                   # a = 0 forgets nothing
+    (tensor([2., 4., 6.]), torch.Size([1, 2, 4]))
     """
     _check(x, step, a, b, c, skip)
     if cu_seqlens is not None:

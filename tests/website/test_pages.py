@@ -1,0 +1,93 @@
+"""The site: its pages are in reach and short, its pictures are drawn anew alike, and it builds without a broken link."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from website import build, pictures
+from website.pages import HOME, BrokenLinks, stage
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+CONFIG = tomllib.loads((ROOT / "website" / "zensical.toml").read_text(encoding="utf-8"))
+OURS = [DOCS / HOME, DOCS / "glossary.md", DOCS / "website.md", *DOCS.glob("concepts/*.md"), *DOCS.glob("how-to/*.md")]
+QUESTIONS = (
+    *("forgets-past-2k", "enlarge-mamba2", "enlarge-qwen3.5", "train-on-8-gpus", "serve", "compare-checkpoints"),
+    "add-a-mixer",
+)
+
+
+def named(part: Any) -> Iterator[str]:
+    """The pages of a navigation."""
+    if isinstance(part, str):
+        yield part
+    for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        yield from named(inner)
+
+
+def test_the_navigation_names_every_page_and_no_other() -> None:
+    """The kernels' pages are reached from kernels.md."""
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    pages = {"index.md" if page == HOME else page for page in pages if not page.startswith("kernels/")}
+    assert sorted(named(CONFIG["project"]["nav"])) == sorted(pages)
+    assert {f"how-to/{name}.md" for name in QUESTIONS} == {page for page in pages if page.startswith("how-to/")}
+
+
+def test_pages_of_the_site_are_short() -> None:
+    for page in OURS:
+        text = page.read_text(encoding="utf-8")
+        assert text.count("\n") <= 250, page
+        rows = [line for line in text.splitlines() if line.startswith("|")]
+        assert all(len(cell.strip()) <= 200 for row in rows for cell in row.split("|")), page
+
+
+def test_every_concept_has_a_picture_that_is_drawn_by_code() -> None:
+    assert pictures.stale(write=False) == [], "run python -m website.pictures"
+    for name in pictures.PICTURES:
+        shown = re.findall(r"!\[(.+?)\]\((\S+)\)", (DOCS / "concepts" / f"{name}.md").read_text(encoding="utf-8"))
+        assert [place for _, place in shown] == [f"pictures/{name}.svg"]
+        # For those who do not see the picture: a sentence, not a name.
+        assert len(shown[0][0].split()) >= 10
+
+
+def test_files_beside_the_pages_travel_along_and_missing_ones_are_named(tmp_path: Path) -> None:
+    root = tmp_path / "clone"
+    for name, text in {
+        "docs/start.md": "# A\n[one](how-to/b.md#b) [two](../data/x.json) [three](../data) `[code](no.md)`\n",
+        "docs/how-to/b.md": "# B\n[home](../start.md) [read](../../data/README.md)\n```\n[code](no.md)\n```\n",
+        "data/README.md": "# Data\n[back](../docs/start.md)\n",
+        "data/x.json": "{}",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    made = tmp_path / "pages"
+    assert stage(made, root) == ["how-to/b.md", "index.md", "repository/data/index.md"]
+    home = "(how-to/b.md#b) [two](repository/data/x.json) [three](repository/data/index.md) `[code](no.md)`"
+    assert home in (made / "index.md").read_text()
+    assert "(../index.md) [read](../repository/data/index.md)" in (made / "how-to" / "b.md").read_text()
+    assert "(../../index.md)" in (made / "repository" / "data" / "index.md").read_text()
+    assert (made / "repository" / "data" / "x.json").read_text() == "{}"
+    (root / "docs" / "start.md").write_text("[gone](figures/gone.svg)")
+    with pytest.raises(BrokenLinks, match=r"docs/start\.md: docs/figures/gone\.svg is not there"):
+        stage(made, root)
+
+
+@pytest.mark.slow
+def test_the_site_builds_and_a_broken_link_ends_the_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The CI builds it with `make docs-build`; here also that its builder sees what is broken."""
+    if importlib.util.find_spec("zensical") is None:
+        pytest.skip("the extra docs is not installed")
+    build.prepare(tmp_path)
+    assert build.build(tmp_path) == 0
+    assert (tmp_path / "site" / "index.html").is_file() and (tmp_path / "site" / "reference" / "api.html").is_file()
+    for link, told in (("nothing.md", "page does not exist"), ("surgery.md#nothing", "anchor does not exist")):
+        (tmp_path / "pages" / "glossary.md").write_text(f"# Glossary\n[broken]({link})\n")
+        assert build.build(tmp_path) != 0
+        assert told in capsys.readouterr().err
