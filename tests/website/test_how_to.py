@@ -64,6 +64,12 @@ def test_a_qwen_is_enlarged_trained_and_exported(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "for-transformers" / "modeling_longrecall.py").is_file()
 
 
+def test_the_plan_for_eight_gpus_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for line in lines("train-on-8-gpus.md"):
+        run(line)
+
+
 def test_python_of_the_other_pages_runs() -> None:
     (mixer,) = lines("add-a-mixer.md", "python")
     exec(compile(mixer, "docs/how-to/add-a-mixer.md", "exec"), {})

@@ -1,4 +1,4 @@
-"""The site: its pages are in reach and short, its pictures are drawn anew alike, and it builds without a broken link."""
+"""The site: its pages are in reach and short, its pictures are what the code draws, its links lead somewhere."""
 
 from __future__ import annotations
 

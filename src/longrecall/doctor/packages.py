@@ -19,6 +19,7 @@ from packaging.version import InvalidVersion
 PURPOSES = {
     "data": "training on data sets of the hub and on Parquet files",
     "dev": "work on longrecall itself: make test, make lint",
+    "docs": "the site of these pages: make docs, make docs-build",
     "eval": "tasks of lm-evaluation-harness, and questions that are scored by summary or translation metrics",
     "gpu": "fused kernels on NVIDIA GPUs",
     "logging": "training curves in TensorBoard",
