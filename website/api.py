@@ -87,7 +87,7 @@ def page() -> str:
 
 def section(public: Public) -> str:
     """One name: how it is called, what its docstring says, its methods."""
-    lines = [f"### {public.name}", ""]
+    lines = [f"### {escaped(public.name)}", ""]
     if callable(public.value):
         lines += ["```text", signature(public.name, public.value), "```", ""]
     lines += body(public.doc)

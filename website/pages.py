@@ -11,6 +11,8 @@ import re
 import shutil
 from pathlib import Path, PurePosixPath
 
+from website.formulas import with_mathml
+
 ROOT = Path(__file__).parents[1]
 HOME = "start.md"
 """The page that the site opens with: its index.md."""
@@ -76,7 +78,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def with_links_inside(text: str, source: Path, root: Path) -> str:
-    """The page with each link as it has to be in the tree of the site; code stays."""
+    """The page with its links as they have to be in the tree of the site, and its formulas drawn; code stays."""
     here = place_of(source, root).parent
 
     def moved(found: re.Match[str]) -> str:
@@ -89,7 +91,7 @@ def with_links_inside(text: str, source: Path, root: Path) -> str:
         return f"{found[1]}{relative(place, here)}{found[3] or ''}{found[4]}"
 
     parts = CODE.split(text)
-    return "".join(part if index % 2 else LINK.sub(moved, part) for index, part in enumerate(parts))
+    return "".join(part if index % 2 else with_mathml(LINK.sub(moved, part)) for index, part in enumerate(parts))
 
 
 def relative(place: PurePosixPath, here: PurePosixPath) -> str:
