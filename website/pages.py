@@ -17,6 +17,9 @@ ROOT = Path(__file__).parents[1]
 HOME = "start.md"
 """The page that the site opens with: its index.md."""
 OUTSIDE = "repository"
+FOLDED = ("What was done", "What was run", "Commands", "Every cell")
+"""Sections of the pages of evidence that say how it was measured: results come first, and these open with a click."""
+EVIDENCE = ("papers", "evidence.md", "state_recall.md", "length_generalization.md", "retrieval_evidence.md")
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
 CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
 
@@ -49,7 +52,10 @@ def stage(target: Path, root: Path = ROOT) -> list[str]:
                 if path not in seen:
                     seen.add(path)
                     waiting.append(path)
-        place.write_text(with_links_inside(text, source, root), encoding="utf-8")
+        text = with_links_inside(text, source, root)
+        if place.relative_to(target).parts[0] in EVIDENCE:
+            text = with_method_folded(text)
+        place.write_text(text, encoding="utf-8")
         pages.append(place.relative_to(target).as_posix())
     if broken:
         raise BrokenLinks("\n".join(broken))
@@ -92,6 +98,16 @@ def with_links_inside(text: str, source: Path, root: Path) -> str:
 
     parts = CODE.split(text)
     return "".join(part if index % 2 else with_mathml(LINK.sub(moved, part)) for index, part in enumerate(parts))
+
+
+def with_method_folded(text: str) -> str:
+    """A page of evidence whose sections on how it was measured are closed at first; their headings stay."""
+    parts = re.split(r"^(## .+)$", text, flags=re.MULTILINE)
+    for index in range(1, len(parts), 2):
+        if parts[index].removeprefix("## ") in FOLDED:
+            closed = '\n\n<details class="method" markdown="1"><summary>Show</summary>\n\n'
+            parts[index + 1] = f"{closed}{parts[index + 1].strip()}\n\n</details>\n\n"
+    return "".join(parts)
 
 
 def relative(place: PurePosixPath, here: PurePosixPath) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from website import build, pictures
-from website.pages import HOME, BrokenLinks, stage
+from website.markdown import escaped
+from website.pages import EVIDENCE, HOME, BrokenLinks, stage, with_method_folded
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -77,6 +78,19 @@ def test_files_beside_the_pages_travel_along_and_missing_ones_are_named(tmp_path
     (root / "docs" / "start.md").write_text("[gone](figures/gone.svg)")
     with pytest.raises(BrokenLinks, match=r"docs/start\.md: docs/figures/gone\.svg is not there"):
         stage(made, root)
+
+
+def test_how_it_was_measured_opens_with_a_click() -> None:
+    page = "# A\n\nResult.\n\n## What was done\n\nA lot.\n\n### In detail\n\nMore.\n\n## Not measured\n\nSpeed.\n"
+    folded = with_method_folded(page)
+    closed = folded[folded.index("<details") : folded.index("</details>")]
+    assert "A lot." in closed and "### In detail" in closed and "Result." not in closed and "Speed." not in closed
+    for name in EVIDENCE[1:]:
+        assert "<details" in with_method_folded((DOCS / name).read_text(encoding="utf-8")), name
+
+
+def test_text_of_the_program_stays_what_it_is() -> None:
+    assert escaped("a*b <= `c*d <e>` [f]") == r"a\*b &lt;= `c*d <e>` \[f\]"
 
 
 @pytest.mark.slow
