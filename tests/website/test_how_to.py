@@ -30,7 +30,9 @@ ELSEWHERE = {
 def lines(page: str, language: str = "sh") -> list[str]:
     text = (ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8")
     blocks = re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
-    return blocks if language == "python" else [line for block in blocks for line in block.splitlines()]
+    if language == "python":
+        return blocks
+    return [line for block in blocks for line in re.sub(r" \\\n\s*", " ", block).splitlines()]
 
 
 def run(line: str) -> None:
