@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import longrecall
-from website.markdown import escaped
+from website.escaping import escaped
 from website.recipes import field_docs
 
 MODULES = {

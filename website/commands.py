@@ -6,7 +6,7 @@ import argparse
 import importlib
 
 from longrecall.cli.main import VERBS, build_parser
-from website.markdown import escaped
+from website.escaping import escaped
 
 HEAD = """# Commands
 
@@ -66,6 +66,6 @@ def entry(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
         value = "" if action.nargs == 0 else f" {formatter._format_args(action, action.dest.upper())}"
         name = ", ".join(f"`{option}{value}`" for option in action.option_strings)
     else:
-        name = f"`{formatter._format_args(action, action.metavar or action.dest)}`"
+        name = f"`{formatter._format_args(action, action.dest)}`"
     text = formatter._expand_help(action) if action.help else ""
     return f"{name}: {escaped(' '.join(text.split()))}" if text else name

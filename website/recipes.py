@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from longrecall.sweep.recipe import SweepRecipe
 from longrecall.training.recipe import Recipe
 from longrecall.training.strict_yaml import Tagged
-from website.markdown import escaped
+from website.escaping import escaped
 
 HEAD = """# Recipes
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from website import build, pictures
-from website.markdown import escaped
+from website.escaping import escaped
 from website.pages import EVIDENCE, HOME, BrokenLinks, stage, with_method_folded
 
 ROOT = Path(__file__).parents[2]
