@@ -125,7 +125,7 @@ def test_cells_of_tables_are_short() -> None:
     """A longer text is no cell: it becomes several rows, or prose below the table."""
     for page in [*PAGES, *ROOT.glob("docs/**/*.md")]:
         rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-        assert all(len(cell.strip()) <= 220 for row in rows for cell in row.split("|")), page
+        assert all(len(cell.strip()) <= 200 for row in rows for cell in row.split("|")), page
 
 
 def test_the_help_of_eval_names_every_task() -> None:
