@@ -99,7 +99,7 @@ def state() -> str:
 def recall() -> str:
     """Recall of the demo's recorded model by number of pairs, before and after."""
     picture = Picture(300, "Share of numbers recalled by number of pairs in the list, before and after")
-    shares = {name: _phonebook(DEMO / f"{name}.json") for name in ("before", "after")}
+    shares = {name: phonebook(DEMO / f"{name}.json") for name in ("before", "after")}
     pairs = sorted(shares["before"])
     left, bottom, height, step = 90, 240, 180, 600 / len(pairs)
     for tenth in (0, 5, 10):
@@ -120,7 +120,8 @@ def recall() -> str:
     return picture.svg()
 
 
-def _phonebook(path: Path) -> dict[int, float]:
+def phonebook(path: Path) -> dict[int, float]:
+    """The share of right numbers in a result file, by the number of pairs."""
     rows = json.loads(path.read_text(encoding="utf-8"))["results"]
     return {
         row["cell"]["pairs"]: row["value"] for row in rows if row["task"] == "phonebook" and row["metric"] == "accuracy"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from longrecall.cli.main import main
 from website import build, pictures
 from website.escaping import escaped
 from website.pages import EVIDENCE, HOME, BrokenLinks, stage, with_method_folded
@@ -56,6 +57,20 @@ def test_every_concept_has_a_picture_that_is_drawn_by_code() -> None:
         assert [place for _, place in shown] == [f"pictures/{name}.svg"]
         # For those who do not see the picture: a sentence, not a name.
         assert len(shown[0][0].split()) >= 10
+
+
+def test_the_numbers_of_the_pages_are_recorded_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    shares = {name: pictures.phonebook(pictures.DEMO / f"{name}.json")[24] for name in ("before", "after", "control")}
+    start = " ".join((DOCS / HOME).read_text(encoding="utf-8").split())
+    assert (
+        "recalls {before:.0%} of 24 numbers before and {after:.0%} after, the control {control:.0%}".format(**shares)
+        in start
+    )
+    recall = (DOCS / "concepts" / "recall.md").read_text(encoding="utf-8")
+    assert "{before:.0%} and {after:.0%} of 24".format(**shares) in recall
+    assert main(["info", str(ROOT / "src" / "longrecall" / "assets" / "mamba2-base")]) == 0
+    told, state = capsys.readouterr().out, (DOCS / "concepts" / "state.md").read_text(encoding="utf-8")
+    assert all(number in told and number in state for number in ("1,280", "3,840", "491,520"))
 
 
 def test_files_beside_the_pages_travel_along_and_missing_ones_are_named(tmp_path: Path) -> None:
