@@ -42,7 +42,8 @@ def build(folder: Path) -> int:
     )
     if done.returncode:
         # Zensical ends in a traceback of its own after its list of what is wrong.
-        print(done.stdout.split("Traceback")[0] + done.stderr.split("Traceback")[0], file=sys.stderr)
+        told = done.stdout.split("Traceback")[0] + done.stderr.split("Traceback")[0]
+        print(re.sub(r"\x1b\[[0-9;]*m", "", told), file=sys.stderr)
         return done.returncode
     count = len(list((folder / "site").rglob("*.html")))
     print(f"{count} pages in {folder / 'site'}: open index.html, or copy the folder to any web server")
