@@ -65,8 +65,8 @@ def stage(target: Path, root: Path = ROOT) -> list[str]:
 def place_of(path: Path, root: Path) -> PurePosixPath:
     """Where a file or folder of the repository stands in the tree of the site."""
     inside = PurePosixPath(path.relative_to(root).as_posix())
+    inside = inside.with_name("index.md") if inside.name == "README.md" else inside
     if inside.parts[:1] != ("docs",):
-        inside = inside.with_name("index.md") if inside.name == "README.md" else inside
         return PurePosixPath(OUTSIDE) / inside
     place = inside.relative_to("docs")
     return PurePosixPath("index.md") if place == PurePosixPath(HOME) else place

@@ -37,7 +37,8 @@ def named(part: Any) -> Iterator[str]:
 def test_the_navigation_names_every_page_and_no_other() -> None:
     """The kernels' pages are reached from kernels.md."""
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
-    pages = {"index.md" if page == HOME else page for page in pages if not page.startswith("kernels/")}
+    pages = {page.replace("README.md", "index.md") for page in pages if not page.startswith("kernels/")}
+    pages = {"index.md" if page == HOME else page for page in pages}
     assert sorted(named(CONFIG["project"]["nav"])) == sorted(pages)
     assert {f"how-to/{name}.md" for name in QUESTIONS} == {page for page in pages if page.startswith("how-to/")}
 
