@@ -171,13 +171,11 @@ def test_every_command_of_the_readme_runs_as_it_stands(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text((ASSETS / "text" / "train.txt").read_text(encoding="utf-8")[:20000])
     found = readme_commands()
-    assert len(found) == 10
+    assert len(found) == 6
     for words in found:
         real = [w.replace("CKPT", str(ASSETS / "mamba2-base")).replace("TEXT", "text.txt") for w in words]
-        if words[0] == "train" and "run.output=trained/" not in words:
-            real += ["--set", "run.output=other/"]  # its own output lies in runs/, which is the same here
         assert main([*real, *SMALL.get(words[0], [])]) == 0, shlex.join(words)
-    made = {"before.json", "after.json", "report.html", "bigger", "trained", "retrieving"}
+    made = {"before.json", "after.json", "report.html", "bigger", "trained", "stock"}
     assert made <= {path.name for path in tmp_path.iterdir()}
     assert "<h2" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
@@ -192,7 +190,7 @@ def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_readme_is_short_and_says_the_price_before_the_demo() -> None:
     lines = README.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 130
+    assert len(lines) <= 120
     text = "\n".join(lines)
     before = text[: text.index("make demo")]
     assert "GB of disk" in before and "about five minutes on two cores" in " ".join(before.split())
