@@ -60,6 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
             layer(MIXERS["rwkv4"], {"type": "rwkv4_channel", **SHIFTED}, norm=LAYER_NORM),
             layer(MIXERS["rwkv5"], {"type": "rwkv6_channel", **SHIFTED}, norm=LAYER_NORM),
             layer(MIXERS["rwkv6"], CHANNEL, norm=LAYER_NORM),
+            layer(MIXERS["rwkv4"], {"type": "identity"}, norm=LAYER_NORM),
         ],
     },
     "shared block": {"layers": [LENDER, {"mixer": MIXERS["gla_conv"]}, BORROWER]},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from typing import Any, ClassVar, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -270,7 +271,7 @@ def test_rests_are_read_in_segments_once_they_are_common(monkeypatch: pytest.Mon
 def test_a_segment_is_recorded_whatever_was_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recording begins with an eager run, whose padding may not be that of a longer segment."""
     segments = CapturedSegments(model_of(MIXERS["gated_delta_net"]), 1, lengths=(4, 6))
-    monkeypatch.setattr("longrecall.inference.segments.record", lambda work, *_, **__: work())
+    monkeypatch.setattr("longrecall.inference.segments.record", lambda work, *_, **__: work() or Mock())
     monkeypatch.setattr("longrecall.inference.segments.recording_stream", lambda device: None)
     segments.read(torch.arange(12)[None])
     segments._capture(Kind(4, True))

@@ -429,8 +429,9 @@ TABLE |= {
     "best_chunks": Row("best_chunks", partial(best_chunks, count=2), choice, differentiable=False),
 }
 
-OF_THEIR_OWN = {"expanded_delta_rule", "recurrent_step"}
-"""Those that take the projections of a layer, or one token in place: delta_rule/test_triton_expanded.py, decoding/."""
+OF_THEIR_OWN = {"expanded_delta_rule", "linear_cross_entropy", "recurrent_step"}
+"""Those that take the projections of a layer, or one token in place, or return a number alone:
+delta_rule/test_triton_expanded.py, decoding/, cross_entropy/."""
 
 
 def module_and_name(constant: str) -> tuple[Any, str]:

@@ -23,6 +23,8 @@ MAY_READ_THE_ENVIRONMENT = {
     "errors.py": "the rank, as one process of a launch speaks for all",
     "training/prefetch.py": "sets a variable of tokenizers' for as long as processes are started",
     "training/parallel/launcher.py": "what torchrun and accelerate launch say",
+    "cli/main.py": "whether a shell asks for completions",
+    "cli/completion.py": "what was typed so far",
     "demo/processes.py": "hands it on to a process of its own",
 }
 

@@ -30,7 +30,6 @@ from longrecall.models.formats.remote_code import AUTO_MAP, CODE, CODE_FILE
 from longrecall.models.formats.shards import ShardWriter, disk_errors
 from longrecall.models.formats.weights import Weights, listed, open_weights
 from longrecall.models.limits import check_numbers
-from longrecall.models.quantising import check_not_quantised
 from longrecall.models.sizes import PlainConfig
 from longrecall.models.surgery_records import SURGERY_FILE, read_surgery
 from longrecall.new_folder import NewFolder
@@ -385,6 +384,8 @@ def save(
     Raises:
         UserError: as CheckpointWriter; the model's weights are quantised.
     """
+    from longrecall.models.quantising import check_not_quantised
+
     check_not_quantised(model, "saved")
     tensors = model.state_dict()
     with CheckpointWriter(folder, force=force) as writer:

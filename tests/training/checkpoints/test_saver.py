@@ -94,7 +94,9 @@ def test_ctrl_c_while_a_save_waits_for_the_one_before(make_recipe: MakeRecipe, m
 
     def interrupt() -> None:
         assert asked.wait(60)
-        while sys._current_frames()[ident].f_code.co_filename != threading.__file__:
+        while (
+            frame := sys._current_frames()[ident].f_code
+        ).co_filename != threading.__file__ or frame.co_name != "wait":
             time.sleep(0.001)
         signal.pthread_kill(ident, signal.SIGINT)
 
