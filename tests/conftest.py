@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
 from tests import warm
@@ -28,6 +29,10 @@ sys.dont_write_bytecode = False
 # Hypothesis would read every file of the project for numbers to try, in each worker of a new clone, for seconds. What
 # it tries would depend on what else a worker has imported.
 providers._get_local_constants = lambda: providers._local_constants
+
+# On a busy machine any example may take long: a time says nothing there.
+settings.register_profile("any time", deadline=None)
+settings.load_profile("any time")
 
 MIXERS: dict[str, dict[str, Any]] = {
     "gla": {"type": "gla", "num_heads": 2, "key_dim": 8, "value_dim": 16},

@@ -89,6 +89,8 @@ def test_what_the_disk_says_comes_out_at_the_next_log_line(
 
 def test_ctrl_c_while_a_save_waits_for_the_one_before(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is being written is written, and the run ends then."""
+    # A shell that starts the tests in the background has them ignore Ctrl-C.
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     recipe, asked = make_recipe("run.save_every=2"), threading.Event()
     ident, saves = threading.get_ident(), iter(range(100))
 
@@ -102,8 +104,11 @@ def test_ctrl_c_while_a_save_waits_for_the_one_before(make_recipe: MakeRecipe, m
 
     before(monkeypatch, Saver, "_describe", interrupt)
     before(monkeypatch, Saver, "wait", lambda: next(saves) == 1 and asked.set())
-    with pytest.raises(KeyboardInterrupt):
-        train(recipe)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe)
+    finally:
+        signal.signal(signal.SIGINT, usual)
     assert [saved.step for saved in find_saved_runs(Path(recipe.run.output))] == [2]
 
 
