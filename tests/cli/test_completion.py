@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -32,7 +31,6 @@ def offered(line: str, folder: Path, answers: str = "answers") -> set[str]:
     return set((folder / answers).read_text().splitlines())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("argcomplete") is None, reason="argcomplete is not installed")
 def test_verbs_options_names_and_files_are_offered(tmp_path: Path) -> None:
     for name in ("model", "notes.txt", "a.json", "own.yaml"):
         (tmp_path / name).mkdir() if name == "model" else (tmp_path / name).touch()
