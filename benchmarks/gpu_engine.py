@@ -18,7 +18,8 @@ One more round is looked at from inside ("where"):
 | joining_s, moving_s | states on their way to their slots |
 | host_s, waiting_s | the engine's thread at work, and waiting for tokens: a GPU that is always busy makes it wait |
 
-"narrow steps" compares both ways to compute a step of a few rows (`FEW_ROWS` of layers/stepping/stream.py). The last
+"narrow steps" compares both ways to compute a step of a few rows (`FEW_ROWS` of layers/stepping/stream.py): products by
+tiles, and fused with what stands around them. The last
 row counts what many short requests leave: bytes of tensors on the GPU, and of the process. Rows are written as they
 come; all of it takes about a minute and a half. `--tiny` is a small model and few requests, for a machine without a
 GPU.
@@ -182,12 +183,12 @@ def where_time_went(engine: Engine, work: Work) -> dict[str, Any]:
 
 
 def narrow_steps(model: RecurrentLM) -> dict[str, Any]:
-    """Milliseconds of steps of few rows: products by a library, and fused with what stands around them."""
+    """Milliseconds of steps of few rows: products by tiles, and fused with what stands around them."""
     found: dict[str, Any] = {}
     usual = stepping.FEW_ROWS
     try:
-        for rows in (4, 8, 16):
-            for name, most in (("library", 0), ("fused", rows)):
+        for rows in (2, 4, 8):
+            for name, most in (("tiles", 0), ("fused", rows)):
                 stepping.FEW_ROWS = most
                 step = stepping.DecodingStep(model, rows)
                 step.capture()

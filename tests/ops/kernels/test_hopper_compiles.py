@@ -116,11 +116,11 @@ def cases() -> list[Case]:
             least = 2 * ring * chunk * width
             most = least + 3 * 4 * K + 1024
             found.append(Case("decoding.hopper.gated.gated_step_kernel", constants, warps, None, most, least, quick))
-    return found + products_of_quantised_weights()
+    return found + products_of_a_step()
 
 
-def products_of_quantised_weights() -> list[Case]:
-    """Kernels in Triton that convert bytes: int8 by their bits, float8_e4m3fn by an instruction."""
+def products_of_a_step() -> list[Case]:
+    """Products of a decoding step. Some convert bytes: int8 by their bits, float8_e4m3fn by an instruction."""
     import triton.language as tl
 
     from longrecall.ops.kernels.dependent_launch import PREFETCHING
@@ -129,7 +129,8 @@ def products_of_quantised_weights() -> list[Case]:
     floats = dict.fromkeys(("eps", "offset"), "fp32")
     scales = dict.fromkeys(("scales", "gate_scales", "up_scales", *(f"s{i}" for i in range(9))), "*fp32")
     step = {"SCALED": True, "BN": 8, "BD": 1024, "EARLY": PREFETCHING}
-    tile = {"BIAS": True, "BK": 128, "DOT": tl.bfloat16, "UPCAST": False, "PRECISION": "ieee"}
+    operands = {"BK": 128, "DOT": tl.bfloat16, "UPCAST": False, "PRECISION": "ieee"}
+    tile = {**operands, "LINES": 16, "LINE": 64, "EARLY": PREFETCHING}
     found = []
     for kind in ("*i8", "*fp8e4nv"):
         weights = dict.fromkeys(("w", "gate", "up", *(f"w{i}" for i in range(9))), kind)
@@ -139,12 +140,21 @@ def products_of_quantised_weights() -> list[Case]:
             ("products._gate_up_kernel", step, 0),
             ("products._add_product_kernel", step, 0),
             ("products._product_kernel", {**step, "BIAS": True}, 0),
-            # Tiles of 64 rows are products of a warp group, in steps of 16; narrower ones are not.
-            ("wide_products._wide_product_kernel", {**tile, "BM": 64, "BN": 64}, 8),
-            ("wide_products._wide_product_kernel", {**tile, "BM": 16, "BN": 16}, 0),
         ):
-            quick = kind == "*i8" and products == 8
-            found.append(Case(f"decoding.triton.{name}", constants, 4, products, quick=quick, types=types))
+            found.append(Case(f"decoding.triton.{name}", constants, 4, products, types=types))
+    for kind in ("*i8", "*fp8e4nv", "*bf16"):
+        weights = dict.fromkeys(("gate", "up", *(f"w{i}" for i in range(9))), kind)
+        types = integers | floats | scales | weights
+        for high, tall, warps in ((16, 16, 4), (64, 64, 4), (128, 64, 8)):
+            # Tiles of 64 rows are products of a warp group, in steps of 16; narrower ones are not.
+            products = 8 if tall == 64 else 0
+            cut = {**tile, "SCALED": kind != "*bf16", "BM": high, "BN": tall}
+            for name, more, pairs in (
+                ("_wide_product_kernel", {"PARTS": 9, "BIAS": True}, 1),
+                ("_wide_gate_up_kernel", {}, 2),
+            ):
+                quick, place = (kind, high, pairs) == ("*i8", 64, 1), f"decoding.triton.wide_products.{name}"
+                found.append(Case(place, {**cut, **more}, warps, products * pairs, quick=quick, types=types))
     return found
 
 

@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 from longrecall.layers.mlp import SwiGLU
 from longrecall.layers.norm import Norm, RMSNorm
+from longrecall.layers.projections import is_plain
 from longrecall.ops.row_scaled import RowScaled, is_quantised, row_scaled
 
-FEW_ROWS = 4
-"""Up to this batch size products are fused with what stands around them; beyond, a library's are faster."""
+FEW_ROWS = 2
+"""Up to this batch size products are fused with what stands around them; beyond, they are formed by tiles."""
 
 
 class Stream:
@@ -100,12 +101,32 @@ class FusedStream(Stream):
             self.x += self.update
         self.update = y
 
-    def add_mlp(self, norm: RMSNorm, mlp: SwiGLU) -> None:
-        from longrecall.ops.decoding.triton.elementwise import silu_product
+    def project(self, norm: Norm | None, weights: list[Tensor]) -> list[Tensor]:
+        from longrecall.ops.decoding.triton.wide_products import wide_products
 
         x = self.normed(norm)
-        y = silu_product(self.through(x, mlp.gate_proj), self.through(x, mlp.up_proj))
-        self.add(self.through(y, mlp.down_proj))
+        readable = [_readable_by_tiles(x, weight) for weight in weights]
+        found = [weight for weight in readable if weight is not None]
+        if len(found) < len(weights):
+            return [self.product(x, weight) for weight in weights]
+        return wide_products(x, found)
+
+    def add_mlp(self, norm: RMSNorm, mlp: SwiGLU) -> None:
+        y = self._gate_up(self.normed(norm), mlp.gate_proj, mlp.up_proj)
+        down: nn.Linear = mlp.down_proj
+        self.add(self.product(y, down.weight) if _is_bare(down) else self.through(y, down))
+
+    def _gate_up(self, x: Tensor, gate_proj: nn.Module, up_proj: nn.Module) -> Tensor:
+        """silu(gate) * up of x ``[B, d]`` -> ``[B, n]``."""
+        from longrecall.ops.decoding.triton.elementwise import silu_product
+        from longrecall.ops.decoding.triton.products import numbers_of
+        from longrecall.ops.decoding.triton.wide_products import wide_gate_up
+
+        pair = [_readable_by_tiles(x, layer.weight) for layer in (gate_proj, up_proj) if _is_bare(layer)]
+        found = [weight for weight in pair if weight is not None]
+        if len(found) == 2 and numbers_of(found[0]).dtype == numbers_of(found[1]).dtype:
+            return wide_gate_up(x, *found)
+        return silu_product(self.through(x, gate_proj), self.through(x, up_proj))
 
     def head(self, norm: Norm, layer: nn.Module) -> Tensor:
         return self.through(self.normed(norm), layer)
@@ -116,10 +137,12 @@ class FusedStream(Stream):
         return super().through(y, layer)
 
     def product(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        from longrecall.ops.decoding.triton.wide_products import MOST_ROWS, wide_product
+        from longrecall.ops.decoding.triton.wide_products import MOST_ROWS_ALONE, wide_product
 
-        scaled = row_scaled(weight) if len(y) <= MOST_ROWS else None
-        return super().product(y, weight, bias) if scaled is None else wide_product(y, scaled, bias)
+        found = _readable_by_tiles(y, weight)
+        if found is None or (found is weight and len(y) > MOST_ROWS_ALONE):
+            return super().product(y, weight, bias)
+        return wide_product(y, found, bias)
 
     def _settle(self) -> None:
         if self.update is not None:
@@ -174,6 +197,21 @@ class FewRowsStream(FusedStream):
 def _readable(weight: Tensor) -> Tensor | RowScaled:
     """A weight as kernels take it."""
     return row_scaled(weight) or weight
+
+
+def _readable_by_tiles(x: Tensor, weight: Tensor) -> Tensor | RowScaled | None:
+    """A weight as kernels for many rows take it for x ``[B, d]``; None: it is for a library."""
+    from longrecall.ops.decoding.triton.wide_products import MOST_ROWS, serves
+
+    if is_quantised(weight):
+        return row_scaled(weight) if len(x) <= MOST_ROWS else None
+    return weight if serves(weight, len(x)) else None
+
+
+def _is_bare(layer: nn.Module) -> bool:
+    """Whether a layer is a product with its weight and nothing else, the weight being plain or quantised."""
+    quantised = isinstance(layer, nn.Linear) and layer.bias is None and is_quantised(layer.weight)
+    return quantised or is_plain(layer)
 
 
 class InnerStream(Stream):

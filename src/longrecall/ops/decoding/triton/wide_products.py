@@ -1,72 +1,272 @@
-"""Products of many rows with a weight of one byte a number: the bytes become operands in registers.
+"""Matrix products of a decoding step for many rows: all projections of a layer in one launch, gate and up in another.
 
-torchao's own product first writes all of the weight in the model's dtype and reads that again: five bytes a number, and
-three launches. Here a tile of the weight is converted between its load and its product. Both int8 and float8_e4m3fn
-numbers are bfloat16 numbers, so nothing is rounded there, and scales are applied to the finished sums.
+A step of 5 to some hundred rows reads every weight once and computes little with it, so its time is that of its
+launches: a library takes one for each weight, of which two may be only a few rows high. Here programs take tiles of
+whichever weight is theirs. They are launched while the kernel before is still at work (ops/kernels/dependent_launch.py)
+and ask for their part of the weight in the meantime.
+
+A weight of one byte a number becomes an operand in registers, between its load and its product. torchao's own product
+first writes all of the weight in the model's dtype and reads that again: five bytes a number, and three launches. Both
+int8 and float8_e4m3fn numbers are bfloat16 numbers, so nothing is rounded there, and scales are applied to the finished
+sums.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from longrecall.ops.decoding.triton.products import wide
+from longrecall.ops.decoding.triton.products import MOST_PARTS, Weight, numbers_of, scales_of, wide
+from longrecall.ops.kernels.dependent_launch import wait_if_prefetching, wait_unless_prefetching
 from longrecall.ops.kernels.launch import arithmetic, block, interpreting, kernel, processors, product
 from longrecall.ops.readable import check_numbers
 from longrecall.ops.row_scaled import RowScaled
 
 MOST_ROWS = 256
 """Beyond so many rows a product is bound by arithmetic, and a library's is better at that."""
-_MOST = 64
-"""The most rows of the weight, and of x, in a tile of sums."""
-_LEAST = 16
-"""The fewest rows of the weight in a tile of sums, where programs are few."""
+MOST_ROWS_ALONE = 64
+"""The same of a product with one plain weight, which shares its launch with no other."""
+_LEAST, _MOST = 16, 64
+"""The fewest and the most rows of the weight in a tile of sums."""
+_BUSY = 0.3
+"""Tiles of the weight for each multiprocessor, below which they are cut smaller."""
+_HIGH = 128
+"""The most rows of x in a tile of sums."""
 _COLUMNS = 128
-"""Columns of the weight in a tile: a line of memory."""
+"""Columns of the weight in a tile; twice as many of a tile of the fewest rows."""
+_LINE = 128
+"""Bytes of a line of memory, which is asked for as a whole."""
+_APART = 8
+"""Where the products with several weights begin in memory: at multiples of so many numbers, 16 bytes."""
+
+
+class Tile(NamedTuple):
+    """How a launch is cut: rows of x and of the weight in a tile of sums, columns at a time, and Triton's options."""
+
+    high: int
+    tall: int
+    columns: int
+    stages: int
+    warps: int
+
+
+@triton.jit
+def _or_next(w, scales, count, begun, place, next_w, next_scales, next_count, block, BN: tl.constexpr):
+    """A weight, its rows, its first block and the column at which its output begins; the next one's past its blocks."""
+    later = begun + tl.cdiv(count, BN)
+    there = block >= later
+    apart = tl.cdiv(count, 8) * 8  # _APART
+    return (
+        tl.where(there, next_w, w), tl.where(there, next_scales, scales), tl.where(there, next_count, count),
+        tl.where(there, later, begun), tl.where(there, place + apart, place),
+    )  # fmt: skip
+
+
+@triton.jit
+def _ask_for(w, n, count, size, LINES: tl.constexpr, LINE: tl.constexpr):
+    """Bring rows `n` of w ``[count, size]`` near: into the cache that all multiprocessors share."""
+    columns = tl.arange(0, LINES) * LINE
+    rows = tl.minimum(n, count - 1)
+    place = w + rows[:, None].to(tl.int64) * size + tl.minimum(columns, size - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _more(
+    total, w, x, n, m, k, count, size, N, x_row,
+    SCALED: tl.constexpr, DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """total ``[BN, BM]`` + w[n, k] x[m, k]^T. The weight comes first: an operand in registers must be the first."""
+    inside = k < size
+    place = w + n[:, None].to(tl.int64) * size + k[None, :]
+    held = tl.load(place, mask=(n < count)[:, None] & inside[None, :], other=0.0)
+    part = tl.load(x + m[:, None] * x_row + k[None, :], mask=(m < N)[:, None] & inside[None, :], other=0.0)
+    if SCALED:
+        held = wide(held)
+    return product(held, tl.trans(part), total, DOT, UPCAST, PRECISION)
+
+
+@triton.jit
+def _scaled(total, scales, n, count, SCALED: tl.constexpr):
+    """Finished sums ``[BN, BM]`` of rows `n`, times the scales of these rows where there are any."""
+    if SCALED:
+        total *= tl.load(scales + n, mask=n < count, other=0.0)[:, None]
+    return total
 
 
 @kernel
 def _wide_product_kernel(
-    x, x_row, w, scales, bias, out, N, size, count,
-    BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    x, w0, w1, w2, w3, w4, w5, w6, w7, w8, s0, s1, s2, s3, s4, s5, s6, s7, s8,
+    n0, n1, n2, n3, n4, n5, n6, n7, n8, bias, out, x_row, N, size,
+    PARTS: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+    DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    block = tl.program_id(0)
+    # The weight is chosen here, so that one product is compiled and not one per weight.
+    w, s, count, begun, place = w0, s0, n0, 0, tl.full((), 0, tl.int64)
+    if PARTS > 1:
+        w, s, count, begun, place = _or_next(w, s, count, begun, place, w1, s1, n1, block, BN)
+    if PARTS > 2:
+        w, s, count, begun, place = _or_next(w, s, count, begun, place, w2, s2, n2, block, BN)
+    if PARTS > 3:
+        w, s, count, begun, place = _or_next(w, s, count, begun, place, w3, s3, n3, block, BN)
+    if PARTS > 4:
+        w, s, count, begun, place = _or_next(w, s, count, begun, place, w4, s4, n4, block, BN)
+    if PARTS > 5:
+        w, s, count, begun, place = _or_next(w, s, count, begun, place, w5, s5, n5, block, BN)
+    if PARTS > 6:
+        w, s, count, begun, place = _or_next(w, s, count, begun, place, w6, s6, n6, block, BN)
+    if PARTS > 7:
+        w, s, count, begun, place = _or_next(w, s, count, begun, place, w7, s7, n7, block, BN)
+    if PARTS > 8:
+        w, s, count, begun, place = _or_next(w, s, count, begun, place, w8, s8, n8, block, BN)
+    n = (block - begun) * BN + tl.arange(0, BN)
     m = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
-    # The weight's rows are those of the tile: an operand in registers must be the first.
+    wait_unless_prefetching(EARLY)
+    if EARLY == 2:
+        _ask_for(w, n, count, size, LINES, LINE)
+    wait_if_prefetching(EARLY)
     total = tl.zeros((BN, BM), tl.float32)
     for first in range(0, size, BK):
         k = first + tl.arange(0, BK)
-        held = tl.load(
-            w + n[:, None].to(tl.int64) * size + k[None, :],
-            mask=(n < count)[:, None] & (k < size)[None, :],
-            other=0.0,
-        )
-        part = tl.load(x + m[:, None] * x_row + k[None, :], mask=(m < N)[:, None] & (k < size)[None, :], other=0.0)
-        total = product(wide(held), tl.trans(part), total, DOT, UPCAST, PRECISION)
+        total = _more(total, w, x, n, m, k, count, size, N, x_row, SCALED, DOT, UPCAST, PRECISION)
+    total = _scaled(total, s, n, count, SCALED)
     inside = n < count
-    total *= tl.load(scales + n, mask=inside, other=0.0)[:, None]
     if BIAS:
         total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
-    place = out + m[None, :] * count + n[:, None]
-    tl.store(place, total.to(out.dtype.element_ty), mask=inside[:, None] & (m < N)[None, :])
+    found = out + place * N + m[None, :] * count + n[:, None]
+    tl.store(found, total.to(out.dtype.element_ty), mask=inside[:, None] & (m < N)[None, :])
 
 
-def wide_product(x: Tensor, weight: RowScaled, bias: Tensor | None = None) -> Tensor:
-    """weight ``[n, d]`` x ``[B, d]`` + bias ``[n]`` -> ``[B, n]`` in the weight's dtype; rows of x may lie apart."""
-    (rows, size), count = x.shape, len(weight.numbers)
-    check_numbers("wide_product", ("weight", weight.numbers, count * size), ("bias", bias, count))
-    x = x if x.stride(1) == 1 else x.contiguous()
-    out = torch.empty(rows, count, device=x.device, dtype=weight.dtype)
-    high, tall = block(rows, _MOST), _MOST
-    columns = block(size, _COLUMNS) if interpreting() else _COLUMNS
-    while tall > _LEAST and triton.cdiv(count, tall) * triton.cdiv(rows, high) < processors(x):
+@kernel
+def _wide_gate_up_kernel(
+    x, gate, up, gate_scales, up_scales, out, x_row, N, size, count,
+    SCALED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    LINES: tl.constexpr, LINE: tl.constexpr,
+    DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr = 0,
+):  # fmt: skip
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
+    wait_unless_prefetching(EARLY)
+    if EARLY == 2:
+        _ask_for(gate, n, count, size, LINES, LINE)
+        _ask_for(up, n, count, size, LINES, LINE)
+    wait_if_prefetching(EARLY)
+    g, u = tl.zeros((BN, BM), tl.float32), tl.zeros((BN, BM), tl.float32)
+    for first in range(0, size, BK):
+        k = first + tl.arange(0, BK)
+        g = _more(g, gate, x, n, m, k, count, size, N, x_row, SCALED, DOT, UPCAST, PRECISION)
+        u = _more(u, up, x, n, m, k, count, size, N, x_row, SCALED, DOT, UPCAST, PRECISION)
+    kind: tl.constexpr = out.dtype.element_ty
+    # Rounded where the layer rounds.
+    g = _scaled(g, gate_scales, n, count, SCALED).to(kind).to(tl.float32)
+    u = _scaled(u, up_scales, n, count, SCALED).to(kind).to(tl.float32)
+    activated = (g / (1.0 + tl.exp(-g))).to(kind).to(tl.float32)
+    found = out + m[None, :] * count + n[:, None]
+    tl.store(found, (activated * u).to(kind), mask=(n < count)[:, None] & (m < N)[None, :])
+
+
+def serves(weight: Tensor, rows: int) -> bool:
+    """Whether a plain weight ``[n, d]`` is multiplied here, for so many rows of x."""
+    plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.dtype == torch.bfloat16
+    return plain and rows <= MOST_ROWS and weight.stride() == (weight.shape[1], 1)
+
+
+def tile_of(rows: int, counts: Sequence[int], size: int, x: Tensor, pairs: int = 1) -> Tile:
+    """How a launch for x ``[rows, size]`` and weights of so many rows is cut; a tile has sums for `pairs` weights.
+
+    The fastest of a search on an H200 for 16, 64 and 256 rows of 1,024 channels.
+    """
+    tall = _MOST
+    while tall > _LEAST and sum(triton.cdiv(n, tall) for n in counts) < _BUSY * processors(x):
         tall //= 2
-    _wide_product_kernel[(triton.cdiv(count, tall), triton.cdiv(rows, high))](
-        x, x.stride(0), weight.numbers, weight.scales, out if bias is None else bias, out, rows, size, count,
-        BIAS=bias is not None, BM=high, BN=tall, BK=columns, **arithmetic(weight.dtype).constants(),
-        num_warps=4, num_stages=3,
+    columns = _COLUMNS
+    if tall == _LEAST:
+        high, columns = block(rows, 32), 2 * _COLUMNS
+    elif rows <= _HIGH:
+        high = block(rows, _HIGH // 2)
+    else:
+        high, columns = _HIGH, _COLUMNS // pairs
+    columns = block(size, columns) if interpreting() else columns
+    stages = 5 if pairs == 1 and tall == _MOST and high < _HIGH else 4
+    return Tile(high, tall, columns, stages, warps=8 if high == _HIGH else 4)
+
+
+def _constants(weight: Weight, tile: Tile) -> dict[str, object]:
+    """What both kernels take by name."""
+    numbers = numbers_of(weight)
+    line = _LINE // numbers.element_size()
+    return {
+        "SCALED": isinstance(weight, RowScaled), "BM": tile.high, "BN": tile.tall, "BK": tile.columns,
+        "LINES": triton.next_power_of_2(triton.cdiv(numbers.shape[1], line)), "LINE": line,
+        **arithmetic(weight.dtype).constants(), "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+
+
+def wide_products(
+    x: Tensor, weights: Sequence[Weight], bias: Tensor | None = None, tile: Tile | None = None
+) -> list[Tensor]:
+    """A product for each weight ``[n, d]`` with x ``[B, d]`` -> ``[B, n]`` in the weights' dtype.
+
+    Rows of x may lie apart. Weights of one kind that follow each other share launches. `bias` ``[n]`` is for one weight
+    alone.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    outs: list[Tensor] = []
+    for _, alike in groupby(weights, lambda weight: numbers_of(weight).dtype):
+        group = list(alike)
+        for first in range(0, len(group), MOST_PARTS):
+            outs += _products(x, group[first : first + MOST_PARTS], bias, tile)
+    return outs
+
+
+def _products(x: Tensor, group: list[Weight], bias: Tensor | None, tile: Tile | None) -> list[Tensor]:
+    """`wide_products` in one launch."""
+    (rows, size), filler = x.shape, [group[0]] * (MOST_PARTS - len(group))
+    numbers = [numbers_of(weight) for weight in (*group, *filler)]
+    counts = [len(weight) for weight in numbers[: len(group)]]
+    check_numbers(
+        "wide_products", *(("weight", w, n * size) for w, n in zip(numbers, counts, strict=False)),
+        *([] if bias is None else [("bias", bias, counts[0])]),
+    )  # fmt: skip
+    places = [0]
+    for count in counts:
+        places.append(places[-1] + triton.cdiv(count, _APART) * _APART)
+    out = torch.empty(places[-1] * rows, device=x.device, dtype=group[0].dtype)
+    tile = tile or tile_of(rows, counts, size, x)
+    _wide_product_kernel[(sum(triton.cdiv(count, tile.tall) for count in counts), triton.cdiv(rows, tile.high))](
+        x, *numbers, *(scales_of(weight) for weight in (*group, *filler)), *counts, *[0] * len(filler),
+        out if bias is None else bias, out, x.stride(0), rows, size,
+        PARTS=len(group), BIAS=bias is not None, **_constants(group[0], tile),
+    )  # fmt: skip
+    parts = zip(places, counts, strict=False)
+    return [out[place * rows : place * rows + count * rows].view(rows, count) for place, count in parts]
+
+
+def wide_product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """weight ``[n, d]`` x ``[B, d]`` + bias ``[n]`` -> ``[B, n]`` in the weight's dtype; rows of x may lie apart."""
+    return wide_products(x, [weight], bias)[0]
+
+
+def wide_gate_up(x: Tensor, gate: Weight, up: Weight, tile: Tile | None = None) -> Tensor:
+    """silu(gate x) * (up x) of x ``[B, d]`` -> ``[B, n]`` in the weights' dtype; both weights are of one kind."""
+    (rows, size), numbers, others = x.shape, numbers_of(gate), numbers_of(up)
+    count = len(numbers)
+    check_numbers("wide_gate_up", ("gate", numbers, count * size), ("up", others, count * size))
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty(rows, count, device=x.device, dtype=gate.dtype)
+    tile = tile or tile_of(rows, [count], size, x, pairs=2)
+    _wide_gate_up_kernel[(triton.cdiv(count, tile.tall), triton.cdiv(rows, tile.high))](
+        x, numbers, others, scales_of(gate), scales_of(up), out, x.stride(0), rows, size, count,
+        **_constants(gate, tile),
     )  # fmt: skip
     return out
