@@ -153,7 +153,7 @@ def test_cures_of_the_ill_gla_models_take_what_the_page_says(prose: str) -> None
     far = [pages.number(mean(small, arm, "key at 4096")) for arm in ("state_passing", "zero")]
     assert f"({far[0]}, plain training {far[1]})" in prose
     assert f"Of 64 letters passing takes {letters[0]} and {letters[1]}" in prose
-    assert f"lose {letters[0][1:]} and {letters[1][1:]} of 64" in prose
+    assert f"In strings of 64 the two ill ones lose {letters[0][1:]} and {letters[1][1:]}" in prose
     noise = [-over(m, arm, "64 letters")[0] for m in (large, small) for arm in NOISES]
     assert f"noise of either kind takes {pages.number(min(noise))} to {pages.number(max(noise))}" in prose
     little = [abs(over(m, arm, f"{n} letters")[0]) for m in (large, small) for arm in CURES[1:] for n in (20, 40, 64)]

@@ -174,7 +174,7 @@ def test_copying_is_quoted(prose: str) -> None:
         return pages.number(mean("mamba2_n64", arm, f"{length} letters"))
 
     zero, passing = ([level(arm, n) for n in (40, 64)] for arm in ("zero", "state_passing"))
-    assert f"from {zero[0]} to {passing[0]} of the letters of 40, and from {zero[1]} to {passing[1]} of 64" in prose
+    assert f"from {zero[0]} to {passing[0]} in strings of 40 letters, and from {zero[1]} to {passing[1]} in" in prose
     results = [row for run in records.RUNS.values() for row in pages.read(run)["results"]]
     assert "no model gets a single string of 40 right" in prose
     assert max(row["copying"]["40"][1] for row in results) == 0
