@@ -19,7 +19,8 @@ HOME = "start.md"
 OUTSIDE = "repository"
 FOLDED = ("What was done", "What was run", "Commands", "Every cell")
 """Sections of the pages of evidence that say how it was measured: results come first, and these open with a click."""
-EVIDENCE = ("papers", "evidence.md", "state_recall.md", "length_generalization.md", "retrieval_evidence.md")
+EVIDENCE = ("papers", "evidence", "state_recall", "length_generalization", "retrieval_evidence")
+"""Pages of evidence: a page `{name}.md`, and those of the folder `{name}`."""
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
 CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
 
@@ -53,7 +54,7 @@ def stage(target: Path, root: Path = ROOT) -> list[str]:
                     seen.add(path)
                     waiting.append(path)
         text = with_links_inside(text, source, root)
-        if place.relative_to(target).parts[0] in EVIDENCE:
+        if PurePosixPath(place.relative_to(target).parts[0]).stem in EVIDENCE:
             text = with_method_folded(text)
         place.write_text(text, encoding="utf-8")
         pages.append(place.relative_to(target).as_posix())

@@ -63,18 +63,25 @@ def renewed(page: str, tables: dict[str, str]) -> str:
     return MARKED.sub(lambda m: f"{m[1]}\n{tables[m[2]]}\n{m[3]}", page)
 
 
+def pages_of(name: str) -> list[Path]:
+    """The pages of a study: `docs/{name}`, then those in the folder that is called the same."""
+    first = DOCS / name
+    return [first, *sorted(first.with_suffix("").glob("*.md"))]
+
+
 def write_page(
     about: str | None, name: str, tables: Callable[[], dict[str, str]], draw: Callable[[Path], None] | None = None
 ) -> None:
-    """The command line of a page: renew its tables and figures, or with --check compare the tables."""
+    """The command line of a study: renew the tables and figures of its pages, or with --check compare the tables."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing, fail when a table is out of date")
     args = parser.parse_args()
-    path = DOCS / name
-    page = path.read_text(encoding="utf-8")
-    fresh = renewed(page, tables())
+    old = {path: path.read_text(encoding="utf-8") for path in pages_of(name)}
+    made = tables()
+    fresh = {path: renewed(page, made) for path, page in old.items()}
     if args.check:
-        raise SystemExit(int(fresh != page))
-    path.write_text(fresh, encoding="utf-8")
+        raise SystemExit(int(fresh != old))
+    for path, page in fresh.items():
+        path.write_text(page, encoding="utf-8")
     if draw is not None:
         draw(DOCS / "figures")

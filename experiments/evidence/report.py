@@ -1,4 +1,4 @@
-"""Turn the recorded results into the tables of docs/evidence.md and the figures of docs/figures.
+"""Turn the recorded results into the tables of docs/evidence.md and its folder, and the figures of docs/figures.
 
 Usage: python -m experiments.evidence.report            rewrites what stands between the markers, and the figures
        python -m experiments.evidence.report --check    changes nothing; exit code 1 when a table is out of date

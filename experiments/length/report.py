@@ -1,4 +1,4 @@
-"""Turn the three runs of experiment.py into the tables of docs/length_generalization.md and its figures.
+"""Turn the three runs of experiment.py into the tables of docs/length_generalization.md and its folder, and figures.
 
 Usage: python -m experiments.length.report            rewrites the tables and the figures
        python -m experiments.length.report --check    changes nothing; exit code 1 when a table is stale

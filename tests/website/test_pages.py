@@ -19,7 +19,9 @@ from website.pages import EVIDENCE, HOME, BrokenLinks, stage, with_method_folded
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 CONFIG = tomllib.loads((ROOT / "website" / "zensical.toml").read_text(encoding="utf-8"))
-OURS = [DOCS / HOME, DOCS / "glossary.md", DOCS / "website.md", *DOCS.glob("concepts/*.md"), *DOCS.glob("how-to/*.md")]
+GENERATED = {"reference/cli.md", "reference/recipes.md", "reference/api.md"}
+TOO_LONG_STILL = {"retrieval_evidence.md", "state_recall.md", "training.md"}
+"""Pages that wait to be cut."""
 QUESTIONS = (
     *("forgets-past-2k", "enlarge-mamba2", "enlarge-qwen3.5", "train-on-8-gpus", "serve", "compare-checkpoints"),
     "add-a-mixer",
@@ -44,11 +46,13 @@ def test_the_navigation_names_every_page_and_no_other() -> None:
 
 
 def test_pages_of_the_site_are_short() -> None:
-    for page in OURS:
-        text = page.read_text(encoding="utf-8")
-        assert text.count("\n") <= 250, page
-        rows = [line for line in text.splitlines() if line.startswith("|")]
-        assert all(len(cell.strip()) <= 200 for row in rows for cell in row.split("|")), page
+    """All but those that are generated from the code. tests/test_documents.py bounds cells outside docs/ too."""
+    for page in sorted(DOCS.rglob("*.md")):
+        lines = page.read_text(encoding="utf-8").splitlines()
+        name = page.relative_to(DOCS).as_posix()
+        assert len(lines) <= 250 or name in GENERATED | TOO_LONG_STILL, name
+        cells = [cell.strip() for line in lines if line.startswith("|") for cell in line.split("|")]
+        assert all(len(cell) <= 200 for cell in cells), name
 
 
 def test_every_concept_has_a_picture_that_is_drawn_by_code() -> None:
@@ -102,7 +106,7 @@ def test_how_it_was_measured_opens_with_a_click() -> None:
     closed = folded[folded.index("<details") : folded.index("</details>")]
     assert "A lot." in closed and "### In detail" in closed and "Result." not in closed and "Speed." not in closed
     for name in EVIDENCE[1:]:
-        assert "<details" in with_method_folded((DOCS / name).read_text(encoding="utf-8")), name
+        assert "<details" in with_method_folded((DOCS / f"{name}.md").read_text(encoding="utf-8")), name
 
 
 def test_text_of_the_program_stays_what_it_is() -> None:

@@ -20,14 +20,25 @@ REPORTS = (evidence, length, number_formats, retrieval, state_recall)
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda module: module.__name__)
 def test_committed_tables_are_what_the_report_makes(report: ModuleType) -> None:
-    page, tables = (pages.DOCS / report.PAGE).read_text(encoding="utf-8"), report.tables()
-    assert pages.renewed(page, tables) == page, f"run python -m {report.__name__}"
-    assert sorted(match[2] for match in pages.MARKED.finditer(page)) == sorted(tables)
+    found, tables = [path.read_text(encoding="utf-8") for path in pages.pages_of(report.PAGE)], report.tables()
+    assert [pages.renewed(page, tables) for page in found] == found, f"run python -m {report.__name__}"
+    assert sorted(match[2] for page in found for match in pages.MARKED.finditer(page)) == sorted(tables)
+
+
+@pytest.mark.parametrize("report", [evidence, length], ids=lambda module: module.__name__)
+def test_every_page_of_a_study_says_in_its_first_lines_what_is_shown_or_what_its_intervals_are(
+    report: ModuleType,
+) -> None:
+    for path in pages.pages_of(report.PAGE):
+        first = " ".join(path.read_text(encoding="utf-8").splitlines()[:10])
+        assert "±" in first and "seed" in first, path
 
 
 def test_check_fails_on_a_stale_number_and_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pages, "DOCS", tmp_path)
-    page, tables = tmp_path / "page.md", {"counts": "| new |"}
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page.md").write_text("no tables\n", encoding="utf-8")
+    page, tables = tmp_path / "page" / "tables.md", {"counts": "| new |"}
     for text, code in (("| old |\n", 1), ("\n| new |\n", 0)):
         page.write_text(f"<!-- table: counts -->\n{text}<!-- end -->\n", encoding="utf-8")
         before = page.read_text(encoding="utf-8")

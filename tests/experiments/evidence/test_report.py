@@ -1,4 +1,4 @@
-"""docs/evidence.md says what the recorded results say."""
+"""docs/evidence.md and its folder say what the recorded results say."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 
 from experiments.common import pages
+from experiments.common.intervals import t_interval
 from experiments.evidence import records, report
 
 ROOT = Path(__file__).resolve().parents[3]
+DECIMAL = re.compile(r"\d*\.\d+(?: ± \.\d+)?")
+
+
+def page_text() -> str:
+    """The pages of the study without their tables, as one line."""
+    texts = [path.read_text(encoding="utf-8") for path in pages.pages_of(report.PAGE)]
+    return " ".join(pages.MARKED.sub("", "\n".join(texts)).split())
 
 
 def row(right: list[int], asked: int, error: float = 0.0) -> dict[str, Any]:
@@ -104,15 +112,89 @@ def test_the_card_of_the_base_says_what_was_measured() -> None:
     assert " | ".join(f"{bits:.3f}" for bits, _ in base["bits_per_byte"]) in card
 
 
+def test_every_decimal_of_the_prose_stands_in_a_table_or_is_asserted_here() -> None:
+    tables = " ".join(report.tables().values())
+    known = set(DECIMAL.findall(tables)) | set(re.findall(r"\d*\.\d+", tables))
+    # Asserted below.
+    known |= {".080 ± .079", ".160 ± .061", ".244 ± .102", ".285", ".537", ".367"}
+    known |= {".018", ".66", ".70", ".34", ".37", ".17", ".19", ".01", ".03"}
+    # Millions of tokens and of parameters, versions, the setting of passing, a share of rows, guessing, the plateau.
+    known |= {"9.8", "4.6", "1.2", "0.5", "0.6", "2.11", ".0", "5.17", "3.6", ".25", "12.5", ".5", ".6"}
+    assert sorted(set(DECIMAL.findall(page_text())) - known) == []
+
+
+def test_numbers_that_stand_in_no_table_are_those_of_the_records() -> None:
+    text, study = page_text(), pages.read(records.STUDIES["mamba2"])
+
+    def values(arm: str, passing: bool, task: str, cell: str) -> list[float]:
+        return [records.value(study, row, task, cell) for row in records.rows_of(study, arm, passing)]
+
+    def mean(*cell: Any) -> float:
+        return sum(values(*cell)) / 3
+
+    def difference(one: tuple[str, bool], other: tuple[str, bool], *cell: str) -> str:
+        pairs = zip(values(*one, *cell), values(*other, *cell), strict=True)
+        return "{} ± {}".format(*map(pages.number, t_interval([a - b for a, b in pairs])))
+
+    seeds = values("handover", False, "phonebook", "16")
+    assert f"lie between {pages.number(min(seeds))} and {pages.number(max(seeds))}" in text
+    books = ("phonebook", "32"), ("one_letter", "24")
+    above = [difference(("perturb", True), ("plain", False), *book) for book in books]
+    assert "with passing is still {} and {} above plain".format(*above) in text
+    preserve = difference(("preserve", False), ("reinit", False), "phonebook", "32")
+    assert f"by +.104 ± .069 and +{preserve}" in text
+    lost = {
+        arm: [pages.number(mean(arm, False, *book) - mean(arm, True, *book)) for book in books]
+        for arm in ("perturb", "preserve", "plain")
+    }
+    assert "`perturb` {} of 32 two-letter pairs (.471 → .397) and {} of 24".format(*lost["perturb"]) in text
+    assert "`preserve` {} and {}, plain training {} and {}".format(*lost["preserve"], *lost["plain"]) in text
+    for length, words in (
+        ("1024", "{} to {} of the keys at"),
+        ("2048", "{} to {} at 2048"),
+        ("4096", "{} to {} at 4096"),
+    ):
+        found = [mean(arm, True, "passkey", length) for arm in records.ARMS]
+        assert words.format(*(pages.number(f(found), digits=2) for f in (min, max))) in text
+    near = [
+        mean(arm, True, "bits_per_byte", span) - mean(arm, False, "bits_per_byte", span)
+        for arm in records.ARMS
+        for span in ("0–256", "256–512")
+    ]
+    assert f"worse, by {pages.number(min(near))} to {pages.number(max(near))}" in text
+    looks = [
+        row["phonebook"]["32"]
+        for name in ("pretraining_mamba2_larger.json", "pretraining_mamba2.json")
+        for row in pages.read(name)["log"]
+        if row["step"] == 14000
+    ]
+    shown = [pages.number(value) for part in (looks[:3], looks[3:]) for value in sorted(part)]
+    assert "after 14,000 steps, they recalled {}, {} and {}, the small ones {}, {} and {}".format(*shown) in text
+
+
+def test_passing_changes_little_of_gla() -> None:
+    text, study = page_text(), pages.read(records.STUDIES["gla"])
+    assert "changes no recall of more than one pair by more than .03" in text and "no arm rises by .01" in text
+    for arm in records.ARMS:
+        off, on = (records.rows_of(study, arm, passing) for passing in (False, True))
+        for cell in list(study["results"][0]["phonebook"])[1:]:
+            of = [sum(records.value(study, row, "phonebook", cell) for row in rows) / 3 for rows in (off, on)]
+            assert abs(of[1] - of[0]) < 0.03
+        for rows in (off, on):
+            first, last = (
+                sum(records.value(study, row, "bits_per_byte", s) for row in rows) for s in ("512–1k", "8k–16k")
+            )
+            assert (last - first) / 3 < 0.01
+
+
 def test_figures_name_every_arm(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from experiments.evidence import figures
 
     figures.draw(tmp_path)
     drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
-    # Every one of them stands on the page, and the page shows no other.
-    page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
-    assert sorted(drawn) == sorted(re.findall(r"\(figures/(.*?)\)", page))
+    # Every one of them stands on a page, and no page shows another.
+    assert sorted(drawn) == sorted(re.findall(r"\((?:\.\./)?figures/(.*?)\)", page_text()))
     for text in drawn.values():
         assert all(f">{name}<" in text for name in ("before", "not enlarged", *records.ARMS[1:]))
     assert "state passing off" in drawn["bits_per_byte.svg"]

@@ -1,25 +1,26 @@
-"""docs/length_generalization.md and what it was made from, for the tests of the page."""
+"""docs/length_generalization.md with its folder, and what it was made from, for the tests of these pages."""
 
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 from typing import Any
 
 from experiments.common import pages
-from experiments.length import records
+from experiments.length import records, report
 
-ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "length_generalization.md"
 SLOW_WELL = "slow_gla_k16:1"
 """The model with slow gates that is not ill."""
 CURES = ("state_passing", "state_passing_text", "truncated_bptt")
 
 
+def page_text() -> str:
+    """The pages of the study, one after the other."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in pages.pages_of(report.PAGE))
+
+
 def page_prose() -> str:
-    """The page without its tables, as one line."""
-    lines = PAGE.read_text(encoding="utf-8").split("\n")
-    return " ".join(" ".join(line for line in lines if not line.startswith("|")).split())
+    """The same without its tables, as one line."""
+    return " ".join(" ".join(line for line in page_text().split("\n") if not line.startswith("|")).split())
 
 
 def mean(model: str, arm: str, name: str) -> float:

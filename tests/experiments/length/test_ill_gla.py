@@ -1,4 +1,4 @@
-"""docs/length_generalization.md says of the GLA models with slow gates what the third run says."""
+"""docs/length_generalization.md and its folder say of the GLA models with slow gates what the third run says."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from experiments.common import intervals, pages
 from experiments.length import records, report
 from tests.experiments.length.page import (
     CURES,
-    PAGE,
     SLOW_WELL,
     heads,
     last_doubling,
     mean,
     over,
     page_prose,
+    page_text,
     variants,
 )
 
@@ -122,7 +122,7 @@ def test_in_short_quotes_the_ill_gla_models(prose: str) -> None:
     rises = [pages.number(records.rise(models["third", name]), True) for name in ("slow_gla_k32:0", "slow_gla_k16:0")]
     mamba = pages.number(records.rise(models["second", "mamba2_n4:6"]), True)
     assert f"The rises are {rises[0]} and {rises[1]} nats; the Mamba-2 has {mamba}" in prose
-    assert f"what the control has ({pages.number(records.rise(models['third', 'gla_k16:0']), True)})" in prose
+    assert f"the rise that the control has ({pages.number(records.rise(models['third', 'gla_k16:0']), True)})" in prose
     told = {"zero": "rises of", "state_passing": "passing", "state_passing_text": "passing in text"}
     told |= {"truncated_bptt": "truncated BPTT", "noise": "plain noise the rise is", "fitted_noise": "fitted noise"}
     for arm, words in told.items():
@@ -152,8 +152,8 @@ def test_cures_of_the_ill_gla_models_take_what_the_page_says(prose: str) -> None
     assert f"{shown(small, 'state_passing', 'key at 1024')} of those in 1024" in prose
     far = [pages.number(mean(small, arm, "key at 4096")) for arm in ("state_passing", "zero")]
     assert f"({far[0]}, plain training {far[1]})" in prose
-    assert f"passing takes {letters[0]} and {letters[1]} of 64" in prose
-    assert f"lose {letters[0][1:]} and {letters[1][1:]} of 64" in prose
+    assert f"Of 64 letters passing takes {letters[0]} and {letters[1]}" in prose
+    assert f"In strings of 64 the two ill ones lose {letters[0][1:]} and {letters[1][1:]}" in prose
     noise = [-over(m, arm, "64 letters")[0] for m in (large, small) for arm in NOISES]
     assert f"noise of either kind takes {pages.number(min(noise))} to {pages.number(max(noise))}" in prose
     little = [abs(over(m, arm, f"{n} letters")[0]) for m in (large, small) for arm in CURES[1:] for n in (20, 40, 64)]
@@ -170,7 +170,7 @@ def test_cures_of_the_ill_gla_models_take_what_the_page_says(prose: str) -> None
 
 def test_cures_of_the_ill_gla_models_pay_from_where_the_page_says(prose: str) -> None:
     assert "from 4096 on it reads every recorded range surely better" in prose
-    assert "truncated BPTT do so from 16k on, at the latest" in prose
+    assert "passing in every row and truncated BPTT surely better from 16k on, at the latest" in prose
     starts = {"state_passing_text": 4096, "state_passing": 16384, "truncated_bptt": 16384}
     for model in records.ILL[1:]:
         record = records.record_of(model)
@@ -215,7 +215,7 @@ def test_remembrance_of_the_ill_gla_models_is_quoted(prose: str) -> None:
             quoted[model, arm] = share, pages.signed_with_error(*error, digits=4).strip("*")
     (large, passing), (small, less) = (quoted[model, "passing"] for model in records.ILL[1:])
     assert f"training in `slow_gla_k32:0` ({passing})" in prose and f"in `slow_gla_k16:0` ({less}, which" in prose
-    assert f"to {large} and {small} at t = 2048 on the GLA models" in PAGE.read_text(encoding="utf-8")
+    assert f"to {large} and {small} at t = 2048 on the GLA models" in page_text()
     (large, passing), (small, less) = (quoted[model, "bptt"] for model in records.ILL[1:])
     assert f"truncated BPTT {large} and {small} of it ({passing} and {less})" in prose
 

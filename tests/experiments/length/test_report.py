@@ -1,4 +1,4 @@
-"""docs/length_generalization.md says what the three recorded runs say."""
+"""docs/length_generalization.md and its folder say what the three recorded runs say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from experiments.common import pages
 from experiments.length import records, report
-from tests.experiments.length.page import PAGE, mean, over, page_prose, variants
+from tests.experiments.length.page import mean, over, page_prose, page_text, variants
 
 DECIMAL = re.compile(r"\d*\.\d+(?: ± \.\d+)?")
 
@@ -111,7 +111,7 @@ def test_healthy_models_gain_no_bits(prose: str) -> None:
 
 
 def test_every_decimal_of_the_prose_stands_in_a_table_or_is_asserted_here() -> None:
-    page = PAGE.read_text(encoding="utf-8")
+    page = page_text()
     tables = " ".join(report.tables().values())
     known = set(DECIMAL.findall(tables)) | set(re.findall(r"\d*\.\d+", tables))
     # Asserted by other tests of this file.
@@ -142,7 +142,7 @@ def test_ranges_of_small_numbers_are_quoted(prose: str) -> None:
 
 
 def test_against_the_paper_quotes_rises() -> None:
-    page = PAGE.read_text(encoding="utf-8")
+    page = page_text()
     rises = [
         [report.level(records.rows_of(records.record_of(m), m, arm), "rise") for arm in ("noise", "zero")]
         for m in records.ILL
@@ -174,7 +174,7 @@ def test_copying_is_quoted(prose: str) -> None:
         return pages.number(mean("mamba2_n64", arm, f"{length} letters"))
 
     zero, passing = ([level(arm, n) for n in (40, 64)] for arm in ("zero", "state_passing"))
-    assert f"from {zero[0]} to {passing[0]} of the letters of 40, and from {zero[1]} to {passing[1]} of 64" in prose
+    assert f"from {zero[0]} to {passing[0]} in strings of 40 letters, and from {zero[1]} to {passing[1]} in" in prose
     results = [row for run in records.RUNS.values() for row in pages.read(run)["results"]]
     assert "no model gets a single string of 40 right" in prose
     assert max(row["copying"]["40"][1] for row in results) == 0
@@ -239,7 +239,7 @@ def test_levels_are_quoted(prose: str) -> None:
 
 
 def test_settings_are_those_of_the_records() -> None:
-    page = PAGE.read_text(encoding="utf-8")
+    page = page_text()
     runs = [pages.read(records.RUNS[run])["settings"] for run in ("third", "second", "first")]
     rows, steps = ([settings[name] for settings in runs] for name in ("rows", "steps"))
     shown = " | ".join(", ".join(map(str, r)) for r in rows)
@@ -253,7 +253,7 @@ def test_figures_stand_on_the_page_and_name_every_arm(tmp_path: Path) -> None:
 
     figures.draw(tmp_path)
     drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
-    assert sorted(drawn) == sorted(re.findall(r"\(figures/(.*?)\)", PAGE.read_text(encoding="utf-8")))
+    assert sorted(drawn) == sorted(re.findall(r"\((?:\.\./)?figures/(.*?)\)", page_text()))
     for name in ("length_bits.svg", "length_copying.svg"):
         assert all(f">{label}<" in drawn[name] for label in records.NAMES.values())
     assert all(f">layer {n}, one line a head<" in drawn["length_state.svg"] for n in (1, 2, 3))
