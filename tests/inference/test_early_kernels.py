@@ -33,11 +33,12 @@ from longrecall.ops.decoding.triton import elementwise as decoding
 from longrecall.ops.decoding.triton import products as small_products
 from longrecall.ops.decoding.triton import recurrence as decoding_recurrence
 from longrecall.ops.decoding.triton import retrieval as retrieval_decoding
+from longrecall.ops.decoding.triton import wide_products
 from longrecall.ops.execution import may_prefetch
 from longrecall.ops.kernels import dependent_launch
 from tests.conftest import MIXERS
 
-MODULES = (attention_decoding, decoding, decoding_recurrence, retrieval_decoding, small_products)
+MODULES = (attention_decoding, decoding, decoding_recurrence, retrieval_decoding, small_products, wide_products)
 
 ROOM = {"retrieval": 12, "hymba": 12, "attention": 140}
 """For models whose state grows; in the last the keys are split among programs."""
@@ -259,7 +260,20 @@ def test_the_bytes_of_quantised_weights_are_read_ahead(monkeypatch: pytest.Monke
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+WIDE = {"_wide_product_kernel", "_wide_gate_up_kernel"}
+
+
+@torch.no_grad()
+def test_weights_of_wide_products_are_asked_for_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("gla_conv").to(torch.bfloat16)
+    expected = logits_of(model, 5)
+    watch = watched(dependent_launch.PREFETCHING, monkeypatch)
+    found = logits_of(model, 5, watch)
+    assert watch.launches >= WIDE | {"_add_norm_kernel"} and watch.ahead
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def test_every_kernel_is_watched() -> None:
     """A kernel that can be launched early has a case here."""
-    used = set().union(*(uses(name, rows) for name, rows, *_ in CASES))
+    used = WIDE.union(*(uses(name, rows) for name, rows, *_ in CASES))
     assert used == {name for module in MODULES for name, _ in early_kernels(module)}
