@@ -64,9 +64,9 @@ def test_the_memory_of_attention() -> None:
     rate = (report.TIMED[-1] - report.TIMED[0]) * token / (final["ms_per_token"] - first["ms_per_token"]) / 1e9
     prose = page_prose()
     assert f"the time to read the cache, at {rate:.1f} TB/s" in prose
-    assert f"takes {token >> 10} KiB a token, {cache:.1f} GiB after 128k" in prose
-    assert f"room of the step {last:.1f} GiB" in prose
-    assert f"counts {sum(rooms):.1f} GiB of rooms" in prose
+    assert f"takes {token >> 10} KiB a token, {cache:.1f} GiB after 128k." in prose
+    assert f"The buffer that a decoding step reads it from takes {last:.1f} GiB besides." in prose
+    assert f"counts {sum(rooms):.1f} GiB of such buffers" in prose
     assert report.timings()[f"{report.TRANSFORMER}: reading {report.TIMED[-1]}"]["peak_gib"] > cache + sum(rooms)
 
 
