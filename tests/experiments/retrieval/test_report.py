@@ -215,6 +215,10 @@ def test_the_cell_with_several_runs_of_the_prose(prose: str) -> None:
 
 def test_the_first_lines_of_the_pages(prose: str) -> None:
     """What a page shows stands in its first lines and once more below; both are the recorded numbers."""
+    for path in pages.pages_of(report.PAGE):
+        first = " ".join(path.read_text(encoding="utf-8").splitlines()[:10])
+        assert "seed" in first and ("±" in first or "no number has an interval" in first), path
+
     with_it, (without, _) = cells.best_rows(cells.PRESENT), cells.controls()
     least = [row["accuracy"] for cell, row in with_it.items() if cell[1] is not None]
     assert min(least) >= cells.REACHED and f"at least .999 of the values in all {len(least)} cells" in prose

@@ -87,11 +87,18 @@ def test_what_the_prose_says_of_the_exponents(prose: str) -> None:
     assert f"that of Gated DeltaNet has ({first}) and that of GLA has not ({second})" in prose
     powers = [records.fitted(record, mixer, "number", 0.5, records.SINGLE)[1] for mixer in ends]
     words = [report.with_half(power.slope, power.half, 2) for power in powers]
+    assert f"That of Gated DeltaNet by whole numbers is {first} (95%)." in prose
     assert "the exponent is {} (Gated DeltaNet) and {} (GLA).".format(*words) in prose
     for measure in (records.WHOLE, records.SINGLE):
         for kind in records.KINDS:
             steep, flat = (records.fitted(record, mixer, kind, 0.5, measure)[0] for mixer in ends)
             assert steep.slope > flat.slope and steep.slope - steep.half < flat.slope + flat.half
+
+
+def test_every_page_says_first_what_its_intervals_are() -> None:
+    for path in pages.pages_of(report.PAGE):
+        first = " ".join(path.read_text(encoding="utf-8").splitlines()[:10])
+        assert "±" in first and "seed" in first, path
 
 
 def test_the_lengths_of_the_prose(prose: str) -> None:
