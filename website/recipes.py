@@ -16,8 +16,8 @@ from website.escaping import escaped
 
 HEAD = """# Recipes
 
-Generated from the dataclasses that read recipes by `python -m website.reference`. [training.md](../training.md) and
-[sweep.md](../sweep.md) explain them.
+Generated from the dataclasses that read recipes by `python -m website.reference`. They are explained in
+[training/recipe.md](../training/recipe.md) and [sweep.md](../sweep.md).
 
 A recipe is one YAML file. Unknown keys are refused with the nearest known one. `--set a.b=value` overrides a key;
 entries of lists go by number: `--set data.sources.0.weight=2`. Lengths may be written 512, 4k or 1m (k = 1024). `none`

@@ -1,4 +1,4 @@
-"""Turn the recorded runs into the table of docs/training.md.
+"""Turn the recorded runs into the table of docs/training/leash.md.
 
 Usage: python -m experiments.leash.report            rewrites what stands between the markers
        python -m experiments.leash.report --check    changes nothing; exit code 1 when the table is out of date
@@ -10,7 +10,7 @@ from experiments.common import pages
 from experiments.common.pages import number, read, table
 from experiments.leash.records import FILE, Row, Value, arms, bits, rows_of, share
 
-PAGE = "training.md"
+PAGE = "training/leash.md"
 HEAD = ["arm", "runs", "24 pairs", "8 pairs", "bits 2k–4k", "keys in 512", "keys in 1024", "of them at the start"]
 DEPTHS = ("0.0", "0.5", "1.0")
 

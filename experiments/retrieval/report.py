@@ -1,4 +1,4 @@
-"""Turn the recorded sweeps of table 11 and the timings of retrieval into the tables of docs/retrieval_evidence.md.
+"""Recorded sweeps of table 11 and timings of retrieval as the tables of docs/retrieval_evidence.md and its folder.
 
 Usage: python -m experiments.retrieval.report            rewrites what stands between the markers
        python -m experiments.retrieval.report --check    changes nothing; exit code 1 when a table is out of date

@@ -1,4 +1,4 @@
-"""The tables of docs/retrieval_evidence.md on models without retrieval; report.py is the command.
+"""The tables of docs/retrieval_evidence/without.md, models without retrieval; report.py is the command.
 
 A cell without retrieval has up to two runs. The control is trained as the cells with retrieval are: the same batch,
 epochs, learning rate, examples and seed. Besides the layer only the precision of float32 products may differ, which a

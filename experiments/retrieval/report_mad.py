@@ -1,4 +1,4 @@
-"""The tables of docs/retrieval_evidence.md on the MAD suite; report.py is the command.
+"""The tables of docs/retrieval_evidence/mad.md; report.py is the command.
 
 A cell is a task, a mixer and whether it has retrieval: one run each, and of fuzzy recall several. The table of the
 suite shows the best of them, another one all runs of fuzzy recall.

@@ -1,4 +1,4 @@
-"""The tables of docs/retrieval_evidence.md on bits per byte at equal parameters, for report.py.
+"""The tables of docs/retrieval_evidence/bits_per_byte.md, for report.py.
 
 Differences are paired: the same excerpts, the same seed, the same batches in training. An interval is 95% over excerpts
 and says nothing about other seeds; that is what the two seeds side by side are for.

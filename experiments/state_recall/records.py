@@ -1,4 +1,4 @@
-"""The recorded models of docs/state_recall.md: recall lengths by state size, lines, forms of expansion."""
+"""What docs/state_recall.md and its folder have: recall lengths by state size, lines, forms of expansion."""
 
 from __future__ import annotations
 

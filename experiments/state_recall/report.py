@@ -1,4 +1,4 @@
-"""Turn the recorded models of experiment.py into the tables and the figure of docs/state_recall.md.
+"""Turn the recorded models of experiment.py into tables and figure of docs/state_recall.md and its folder.
 
 Usage: python -m experiments.state_recall.report            rewrites what stands between the markers, and the figure
        python -m experiments.state_recall.report --check    changes nothing; exit code 1 when a table is out of date

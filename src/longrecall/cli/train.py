@@ -14,7 +14,7 @@ EXAMPLE = "longrecall train recipes/post_train.yaml --set model.checkpoint=bigge
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file; docs/training.md lists every key")
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file; docs/training/recipe.md lists every key")
     parser.add_argument(
         "--set",
         dest="overrides",

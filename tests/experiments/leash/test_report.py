@@ -1,4 +1,4 @@
-"""docs/training.md says what the recorded runs of the leash say, and the experiment's arms are recipes."""
+"""docs/training/leash.md says what the recorded runs of the leash say, and the experiment's arms are recipes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,21 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_the_page_has_the_recorded_table() -> None:
     page = (ROOT / "docs" / report.PAGE).read_text(encoding="utf-8")
     assert pages.renewed(page, report.tables()) == page
+    assert [found[2] for found in pages.MARKED.finditer(page)] == list(report.tables())
+
+
+def test_the_page_says_what_the_arms_kept() -> None:
+    page = " ".join((ROOT / "docs" / report.PAGE).read_text(encoding="utf-8").split())
+    record = pages.read(records.FILE)
+    rows = {arm: records.rows_of(record, arm) for arm in records.arms(record)}
+    bits = {arm: records.bits(found, "2048-4096")[0] for arm, found in rows.items()}
+    kept = [(bits["none"] - bits[arm]) / (bits["none"] - bits["base"]) for arm in bits if arm not in ("base", "none")]
+    assert "keeps three quarters of the bits that were lost" in page and all(0.7 < share < 0.8 for share in kept)
+    nearest = min(bits[arm] for arm in bits if arm != "base") - bits["base"]
+    assert f"bits stay {pages.number(nearest, digits=2)} above the base" in page
+    slow = next(arm for arm in rows if "2.5e-4" in arm)
+    pairs = [records.share(rows[arm], "pairs:24")[0] for arm in (slow, "none")]
+    assert "recall among 24 pairs is what it is without a leash" in page and abs(pairs[0] - pairs[1]) < 0.01
 
 
 def test_every_arm_is_the_recipe_of_the_demo_with_its_leash(tmp_path: Path) -> None:

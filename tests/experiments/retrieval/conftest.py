@@ -1,4 +1,4 @@
-"""What the tests of docs/retrieval_evidence.md ask for."""
+"""What the tests of docs/retrieval_evidence.md and its folder ask for."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tests.experiments.retrieval.page import page_prose
 
 @pytest.fixture
 def prose() -> str:
-    """docs/retrieval_evidence.md without its tables, as one line."""
+    """docs/retrieval_evidence.md and the pages of its folder without their tables, as one line."""
     return page_prose()

@@ -1,19 +1,21 @@
-"""docs/retrieval_evidence.md and the scripts that made it, for the tests of the page."""
+"""docs/retrieval_evidence.md, the pages of its folder and the scripts that made it, for the tests of the page."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from experiments.common import pages
+from experiments.retrieval import report
 from longrecall.sweep.grid import RunSpec
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "retrieval_evidence.md"
 
 
 def page_prose() -> str:
-    """The page without its tables, as one line."""
-    lines = PAGE.read_text(encoding="utf-8").split("\n")
+    """The pages without their tables, as one line."""
+    texts = [path.read_text(encoding="utf-8") for path in pages.pages_of(report.PAGE)]
+    lines = "\n".join(texts).split("\n")
     return " ".join(" ".join(line for line in lines if not line.startswith("|")).split()).replace("**", "")
 
 

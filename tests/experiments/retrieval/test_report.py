@@ -1,4 +1,4 @@
-"""docs/retrieval_evidence.md says what the recorded sweeps and timings say, and no more."""
+"""docs/retrieval_evidence.md and its folder say what the recorded sweeps and timings say, and no more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from experiments.common import pages
-from experiments.retrieval import cells, join_sweeps, report
+from experiments.papers.records import bits
+from experiments.retrieval import cells, join_sweeps, report, report_controls
 from longrecall.cli.main import main
 from longrecall.sweep.grid import runs_of
 from longrecall.sweep.recipe import SweepRecipe
@@ -87,7 +88,7 @@ def test_the_counts_of_the_prose(prose: str) -> None:
     assert f"{words} in 24 epochs, and {last[0]} to {last[-1]} at the end." in prose
     rows = cells.rows_of(cells.PRESENT)
     tensor = sum(row.get("matmul_precision") == "high" for cell, row in rows.items() if cell[1] is not None)
-    assert f"tensor-float-32 in the later ones: in {tensor} cells with retrieval" in prose
+    assert f"tensor-float-32 in the later ones. The later ones have {tensor} cells with retrieval" in prose
     known = sum(row["accuracy"] >= cells.REACHED for row in before.values())
     pairs = report.both()
     assert len(pairs) == len(before) == sum(b["accuracy"] >= cells.REACHED for _, _, b in pairs)
@@ -113,7 +114,7 @@ def test_what_counts_for_and_against_the_runners_up(prose: str) -> None:
     words = (
         f"was not run to its end in the {len(missing)} other cells, {narrow} of them of d 32 with the layer at index 2"
     )
-    assert f"The first form {words}, so little is known there." in prose
+    assert f"The first form {words}. So little is known there." in prose
     lost = [c for c, a, b in report.both() if b["accuracy"] < cells.STOP <= a["accuracy"]]
     words = "h3 at L 64, d 32, layer 2 is the only cell that came to .9995 without runners-up and did not with them."
     assert lost == [("h3", 2, 64, 32)] and words in prose
@@ -168,7 +169,10 @@ def test_the_slow_cells_of_the_prose(prose: str) -> None:
     quick = sum(epochs == 1 for epochs in others.values())
     assert f"Of the {len(others)} others {quick} needed one" in prose
     first, *slowest = sorted(others, key=lambda cell: -others[cell])[:4]
-    assert first == ("mamba", 0, 256, 32) and f"d 32 with the layer at index 0, with {others[first]:.0f}, and" in prose
+    assert (
+        first == ("mamba", 0, 256, 32)
+        and f"d 32 with the layer at index 0, with {others[first]:.0f}. Next are" in prose
+    )
     assert {cell[:2] + cell[3:] for cell in slowest} == {("mamba2", 2, 256), ("rwkv5", 2, 256)}
     assert f"with up to {others[slowest[0]]:.0f}." in prose
 
@@ -207,6 +211,29 @@ def test_the_cell_with_several_runs_of_the_prose(prose: str) -> None:
     assert min(learned[64, 0.01]) - 2 >= 26 and "learn nothing for 26 epochs or more" in prose
     assert max(learned[64, 0.00464] + learned[64, 0.00215]) <= 8 and "have learned the task within eight" in prose
     assert sum(map(len, runs.values())) == 10 and "got ten runs more" in prose and "the best of eleven runs" in prose
+
+
+def test_the_first_lines_of_the_pages(prose: str) -> None:
+    """What a page shows stands in its first lines and once more below; both are the recorded numbers."""
+    for path in pages.pages_of(report.PAGE):
+        first = " ".join(path.read_text(encoding="utf-8").splitlines()[:10])
+        assert "seed" in first and ("±" in first or "no number has an interval" in first), path
+
+    with_it, (without, _) = cells.best_rows(cells.PRESENT), cells.controls()
+    least = [row["accuracy"] for cell, row in with_it.items() if cell[1] is not None]
+    assert min(least) >= cells.REACHED and f"at least .999 of the values in all {len(least)} cells" in prose
+    assert max(row["accuracy"] for row in without.values()) < cells.REACHED
+    assert f"none of {len(without)} cells reaches .999; with it all {len(least)} do." in prose
+    pairs = report_controls.paper_pairs().values()
+    _, same, *_ = report_controls.against_paper([ours - theirs for ours, theirs in pairs])
+    assert f"without the layer, of which {same} of {len(pairs)} are met within .02." in prose
+    before = sum(first["accuracy"] >= cells.REACHED for _, first, _ in report.both())
+    assert f"in all {len(report.both())} cells in which both forms ended, without them in {before}." in prose
+    ours = cells.rows_of(cells.OURS)
+    ended = [row["accuracy"] >= cells.STOP for cell, row in ours.items() if cell[1] is not None]
+    words = f"{sum(ended)} of the {len(ended)} runs that ended recall .9995 of the values; without it none of"
+    assert f"{words} {len(ours) - len(ended)} reaches .999" in prose
+    assert f"The mean over both seeds is {bits('gla', 'weighted - wide')} (95%), which holds zero." in prose
 
 
 def stored(folder: Path, name: str, rows: list[dict[str, Any]], cut_off: list[dict[str, Any]]) -> None:

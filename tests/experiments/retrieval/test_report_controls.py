@@ -1,4 +1,4 @@
-"""What docs/retrieval_evidence.md says of models without retrieval is what the recorded sweep says."""
+"""What docs/retrieval_evidence/without.md says is what the recorded sweep says."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def test_the_controls_of_the_prose(prose: str) -> None:
 def test_the_paper_and_the_budgets_of_the_prose(prose: str) -> None:
     pairs, budgets = report_controls.paper_pairs(), report_controls.budget_pairs()
     above, same, near, far = report_controls.against_paper([ours - theirs for ours, theirs in pairs.values()])
-    words = f"of {len(pairs)} cells {above} are more than .02 above it, {same} within .02 and {near + far} below"
+    words = f"Of {len(pairs)} cells {above} are more than .02 above it, {same} within .02 and {near + far} below"
     assert f"{words}, {far} of them by more than .1." in prose
     words = f"of the {len(pairs)} cells {above} are more than .02 above the paper's, {same} within .02"
     assert f"{words}, {near} up to .1 below, and {far} further below" in prose
     assert far and "The paper's numbers are not reproduced" in prose
     assert f"with 64 epochs and larger batches, of which {len(report_controls.long_runs()[0])} ended." in prose
     late = sum(not ended for _, ended, _ in report_controls.best_runs().values())
-    assert f"{late} cells show one that was cut off, for it is higher than the control;" in prose
+    assert f"{late} cells show one that was cut off, for it is higher than the control." in prose
     higher = sum(short > long for short, long in budgets.values())
     lower = sum(short < long for short, long in budgets.values())
     if budgets:
@@ -126,7 +126,7 @@ def test_what_the_best_mixer_recalls_in_the_prose(prose: str) -> None:
     gaps = [ours - theirs for ours, theirs in pairs.values()]
     below = pages.number(-min(gaps))
     words = "{} against {}, {} against {} and {} against {}".format(*(pages.number(v) for pair in above for v in pair))
-    words += f"; none of the others is more than {pages.number(max(gaps))} above it or more than {below} below."
+    words += f". None of the others is more than {pages.number(max(gaps))} above it or more than {below} below."
     assert f"{len(above)} of its {len(pairs) + len(above)} are far above the paper's, {words}" in prose
     assert f"mamba2's are at most {below} below." in prose
     # It is the closest by its mean distance, the two cells left out.
@@ -148,7 +148,7 @@ def test_the_batch_in_the_prose(prose: str) -> None:
     (controls, _), (long, _) = cells.controls(), report_controls.long_runs()
     places = [("mamba", None, 64, 128), ("mamba2", None, 64, 256)]
     shown = [pages.number(runs[place]["accuracy"]) for place in places for runs in (controls, long)]
-    words = "mamba at L 64, d 128 has {} with batches of 128 rows and {} with 512; mamba2 at L 64, d 256 has {} and {}."
+    words = "mamba at L 64, d 128 has {} with batches of 128 rows and {} with 512. mamba2 at L 64, d 256 has {} and {}."
     assert words.format(*shown) in prose
     pairs = [runs[place] for place in places for runs in (controls, long)]
     other = [runs["mamba", None, 128, 128] for runs in (controls, long)]
@@ -166,7 +166,7 @@ def test_the_batch_in_the_prose(prose: str) -> None:
     assert {cell[2] for cell in places} == {64, 128}
     assert all(up == (cell[2] == 64) for cell, up in places.items())
     mamba = [sum(cell[2] == length for cell in places) for length in (64, 128)]
-    words += " {}, mamba's in the {} of L 64 and lower in the {} of L 128;".format(len(higher["h3"]), *mamba)
+    words += " {}. mamba's are higher in the {} of L 64 and lower in the {} of L 128.".format(len(higher["h3"]), *mamba)
     assert words in prose
     assert not any(higher["hyena"] + higher["rwkv5"])
     words = f"hyena's are lower in all {len(higher['hyena'])}, rwkv5's in all {len(higher['rwkv5'])}."

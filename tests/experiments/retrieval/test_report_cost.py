@@ -1,4 +1,4 @@
-"""What docs/retrieval_evidence.md says of time and memory is what the recorded benchmark says."""
+"""What docs/retrieval_evidence/cost.md says is what the recorded benchmark says."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ def test_reading_and_decoding() -> None:
     assert f"Reading 2k to 128k tokens takes {min(read):.1%} to {max(read):.1%} longer" in prose
     recorded = [row["overhead"] for name, row in timed.items() if "with retrieval: reading" in name]
     assert recorded == pytest.approx(read)
+    assert f"reading a text takes {min(read):.1%} to {max(read):.1%} longer" in prose
+    assert f"and a token after it {min(decoded):.1%} to {max(decoded):.1%}." in prose
     assert f"A token after them takes {min(decoded):.1%} to {max(decoded):.1%} longer" in prose
     assert "The target of 10% is met." in prose and len(decoded) == 12 and max(decoded) <= 0.1
 
@@ -42,7 +44,7 @@ def test_decoding_beside_attention() -> None:
     attention = timed[f"{report.TRANSFORMER}: continuing after {longest}"]["ms"]
     times = [timed[f"{model} with retrieval: continuing after {longest}"]["ms"] for model in report.MODELS]
     words = f"{attention / max(times):.1f} to {attention / min(times):.1f} times less than in a Transformer"
-    assert f"after 128k tokens it takes {words}" in page_prose()
+    assert f"After 128k tokens it takes {words}" in page_prose()
     shorter = timed[f"{report.TRANSFORMER}: continuing after {report.TIMED[0]}"]["ms"]
     plain = [timed[f"{model}: continuing after {report.TIMED[0]}"]["ms"] for model in report.MODELS]
     assert min(plain) < shorter < max(plain) and "After 2k tokens it is as fast as the recurrent models" in page_prose()
@@ -62,9 +64,9 @@ def test_the_memory_of_attention() -> None:
     rate = (report.TIMED[-1] - report.TIMED[0]) * token / (final["ms_per_token"] - first["ms_per_token"]) / 1e9
     prose = page_prose()
     assert f"the time to read the cache, at {rate:.1f} TB/s" in prose
-    assert f"takes {token >> 10} KiB a token, {cache:.1f} GiB after 128k" in prose
-    assert f"room of the step {last:.1f} GiB" in prose
-    assert f"counts {sum(rooms):.1f} GiB of rooms" in prose
+    assert f"takes {token >> 10} KiB a token, {cache:.1f} GiB after 128k." in prose
+    assert f"The buffer that a decoding step reads it from takes {last:.1f} GiB besides." in prose
+    assert f"counts {sum(rooms):.1f} GiB of such buffers" in prose
     assert report.timings()[f"{report.TRANSFORMER}: reading {report.TIMED[-1]}"]["peak_gib"] > cache + sum(rooms)
 
 

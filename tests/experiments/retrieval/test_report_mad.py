@@ -1,4 +1,4 @@
-"""What docs/retrieval_evidence.md says of the MAD suite is what the recorded sweep says."""
+"""What docs/retrieval_evidence/mad.md says is what the recorded sweep says."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def test_the_mad_suite_of_the_prose(prose: str) -> None:
 
     recall = {mixer: pair("in_context_recall", mixer) for mixer in report_mad.MIXERS}
     assert sum(without == ".999" for without, _ in recall.values()) == 4 and recall["gla"] == [".849", ".999"]
-    assert found["in_context_recall", "gla", True]["epochs"] == 9 and "in-context recall from .849 to .999" in prose
+    assert (
+        found["in_context_recall", "gla", True]["epochs"] == 9 and "in-context recall rises from .849 to .999" in prose
+    )
     for task in ("in_context_recall", "memorization"):
         for mixer in report_mad.MIXERS:
             without, with_it = (found[task, mixer, flag]["epochs"] for flag in (False, True))

@@ -1,4 +1,4 @@
-"""What docs/retrieval_evidence.md says of this toolkit's own mixers is what the recorded sweep says."""
+"""What docs/retrieval_evidence/our_mixers.md says is what the recorded sweep says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_mixers_of_this_toolkit_without_retrieval(prose: str) -> None:
     assert f"its {len(gla)} end at {pages.share(max(row['accuracy'] for row in gla))} or less" in prose
     # Guessing among the 4,096 values costs ln 4096 = 8.318.
     losses = sorted(loss for row in gla if 8.25 < (loss := row["history"][-1][1]) < 8.33)
-    words = f"{len(losses)} of them with a training loss of {losses[0]:.2f} to {losses[-1]:.2f}"
+    words = f"{len(losses)} of them end with a training loss of {losses[0]:.2f} to {losses[-1]:.2f}"
     # The sentence calls that of guessing what it writes in the same way.
     assert words in prose and f"{losses[-1]:.2f}" == f"{math.log(4096):.2f}"
     delta = {cell: row["accuracy"] for cell, row in rows.items() if cell[0] == "gated_delta_net"}
@@ -35,7 +35,7 @@ def test_the_mixers_of_this_toolkit_without_retrieval(prose: str) -> None:
     pairs = [(value, more[cell[1:]]) for cell, value in delta.items()]
     gaps = [plain - subheads for plain, subheads in pairs if max(plain, subheads) >= 0.01]
     words = f"In {len(pairs) - len(gaps)} of the {len(pairs)} cells neither it nor Gated DeltaNet with subheads comes"
-    words += f" to .01; in the {len(gaps)} others it is ahead in {sum(gap > 0 for gap in gaps)}, by up to"
+    words += f" to .01. In the {len(gaps)} others it is ahead in {sum(gap > 0 for gap in gaps)}, by up to"
     words += f" {pages.number(max(gaps))}, and with subheads in {sum(gap < 0 for gap in gaps)}, by up to"
     assert f"{words} {pages.number(-min(gaps))}." in prose
 
@@ -63,15 +63,14 @@ def test_the_mixers_of_this_toolkit(prose: str) -> None:
     }
     place = ("gla", 0, 64, 256)
     assert set(fell) == {place}
-    assert f"one of them, at L 64, d 256 with layer 0, fell to {pages.share(fell[place])} at the end." in prose
+    assert f"One of them, at L 64, d 256 with layer 0, fell to {pages.share(fell[place])} at the end." in prose
     places = [("gla", layer, 512, 256) for layer in (0, 2)]
     narrow = [(256, 0), (256, 2), (512, 2)]
     places += [(mixer, i, length, 32) for mixer in cells.OUR_MIXERS[1:] for length, i in narrow]
     assert set(late) == set(places)
-    words = (
-        "GLA at L 512, d 256 with layer 0 and 2, and both kinds of Gated DeltaNet at d 32, at L 256 with layer 0 and 2"
-    )
-    assert f"{len(late)} were cut off: {words} and at L 512 with layer 2." in prose
+    words = "GLA at L 512, d 256 with layer 0 and 2. The others are both kinds of Gated DeltaNet at d 32,"
+    words += " at L 256 with layer 0 and 2"
+    assert f"{len(late)} were cut off. Two are {words} and at L 512 with layer 2." in prose
     low = {cell: run["accuracy"] for cell, run in late.items() if run["accuracy"] < cells.REACHED}
     assert set(low) == {places[0]}
     words = f"{len(late) - 1} of them had reached .999; GLA with layer 0 had {pages.share(low[places[0]])}."

@@ -1,4 +1,4 @@
-"""docs/retrieval_evidence.md says of bits per byte what the recorded models say."""
+"""docs/retrieval_evidence/bits_per_byte.md says what the recorded models say."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_differences_of_the_prose(prose: str) -> None:
     plain, wide = (told(by_seed("gated_delta_net", f"weighted - {arm}")) for arm in ("plain", "wide"))
     assert all(value < 0 for arm in ("plain", "wide") for value in by_seed("gated_delta_net", f"weighted - {arm}"))
     assert "better by {} and {} against the plain model, and by {} in both seeds".format(*plain, wide[0]) in prose
-    assert wide[0] == wide[1] and f"Gated DeltaNet {wide[0]} in both, Mamba-2" in prose
+    assert wide[0] == wide[1] and f"Gated DeltaNet is better by {wide[0]} in both, Mamba-2" in prose
     assert "**" not in report_perplexity.cell(report_perplexity.difference(record, "gated_delta_net", "hard - wide")[0])
     mamba = [value for arm in ("weighted", "hard") for value in by_seed("mamba2", f"{arm} - wide")]
     assert min(mamba) > 0 and "are {} to {} worse than wider MLPs".format(*(told(mamba)[i] for i in (0, -1))) in prose
@@ -67,7 +67,7 @@ def test_what_is_chance_and_where_retrieval_helps(prose: str) -> None:
     assert [value > 0 for value in (*begin, *end)] == [False, True, True, False, False, True]
     first, last = ([pages.number(abs(value), digits=3) for value in values] for values in (begin, end))
     assert "is {} better than plain for GLA, and {} and {} worse for the two others".format(*first) in prose
-    assert "from 1,024 bytes on it is {} and {} better and {} worse".format(*last) in prose
+    assert "From 1,024 bytes on it is {} and {} better and {} worse".format(*last) in prose
     plain = [
         [row["bits_per_byte"]["all"][0] for row in record["results"] if (row["mixer"], row["arm"]) == (m, "plain")]
         for m in report_perplexity.MIXERS

@@ -1,16 +1,12 @@
-"""docs/state_recall.md says what the recorded runs say."""
+"""docs/state_recall.md and the pages of its folder say what the recorded runs say."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from experiments.common import intervals, pages
 from experiments.state_recall import records, report
 
-ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "state_recall.md"
 MEASURES = (("recall_length", "right", "asked"), ("character_recall_length", "characters_right", "characters"))
 
 
@@ -43,10 +39,15 @@ def test_runs_differ_in_their_seed_alone() -> None:
         assert all({**one, **others} == {**settings[0], **others} for one in settings)
 
 
+def page_text() -> str:
+    """The pages of the study, one after the other."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in pages.pages_of(report.PAGE))
+
+
 @pytest.fixture
 def prose() -> str:
-    """The page without its tables, as one line."""
-    lines = PAGE.read_text(encoding="utf-8").split("\n")
+    """The pages without their tables, as one line."""
+    lines = page_text().split("\n")
     return " ".join(" ".join(line for line in lines if not line.startswith("|")).split()).replace("**", "")
 
 
@@ -75,7 +76,7 @@ def test_what_the_prose_says_of_the_exponents(prose: str) -> None:
     }
     every = [*ends["gated_delta_net"], *ends["gla"]]
     above = sum(low > 0 for low, _ in every)
-    assert f"Of the {len(every)} exponents of recall length by characters {above} have an interval above zero" in prose
+    assert f"Of the {len(every)} exponents of recall length by characters {above} have an interval above zero." in prose
     assert all(low < 1 < high for low, high in ends["gated_delta_net"])
     highest = sorted(high for _, high in ends["gla"])
     assert len(highest) == 8 and highest[-1] < 1
@@ -84,16 +85,26 @@ def test_what_the_prose_says_of_the_exponents(prose: str) -> None:
     assert powers[0].slope > powers[0].half and powers[1].slope < powers[1].half
     first, second = (report.with_half(power.slope, power.half, 2) for power in powers)
     assert f"that of Gated DeltaNet has ({first}) and that of GLA has not ({second})" in prose
+    powers = [records.fitted(record, mixer, "number", 0.5, records.SINGLE)[1] for mixer in ends]
+    words = [report.with_half(power.slope, power.half, 2) for power in powers]
+    assert f"That of Gated DeltaNet by whole numbers is {first} (95%)." in prose
+    assert "the exponent is {} (Gated DeltaNet) and {} (GLA).".format(*words) in prose
     for measure in (records.WHOLE, records.SINGLE):
         for kind in records.KINDS:
             steep, flat = (records.fitted(record, mixer, kind, 0.5, measure)[0] for mixer in ends)
             assert steep.slope > flat.slope and steep.slope - steep.half < flat.slope + flat.half
 
 
+def test_every_page_says_first_what_its_intervals_are() -> None:
+    for path in pages.pages_of(report.PAGE):
+        first = " ".join(path.read_text(encoding="utf-8").splitlines()[:10])
+        assert "±" in first and "seed" in first, path
+
+
 def test_the_lengths_of_the_prose(prose: str) -> None:
     delta, gla = lengths("gated_delta_net"), lengths("gla")
     means = [sum(of[many]) / 2 for of in (delta, gla) for many in (1, 8)]
-    assert "({:.0f} to {:.0f} and {:.0f} to {:.0f} bytes, whole numbers".format(*means) in prose
+    assert "({:.0f} to {:.0f} and {:.0f} to {:.0f} bytes, whole numbers).".format(*means) in prose
     assert f"{means[1] / means[0]:.1f} times as long for Gated DeltaNet and {means[3] / means[2]:.1f} times" in prose
     assert "Gated DeltaNet with E = 4 has {} bytes in one and {} in the other".format(*delta[4]) in prose
     assert max(delta[4]) - min(delta[4]) > 0.9 * (means[1] - means[0]), "a seed moves a length as much as the state"
@@ -160,18 +171,19 @@ def test_what_a_seed_decides(prose: str) -> None:
     rows = [row for row in record["results"] if row["model"] != "transformer"]
     others = records.joined(records.ABLATION)["results"]
     assert (
-        "a rank correlation of {} with their mean recall of numbers at the end, and of {} with".format(*ranks(rows))
+        "a rank correlation of {} with their mean recall of numbers at the end. It has {} with".format(*ranks(rows))
         in prose
     )
-    assert f"of the {len(others)} models of the [ablation](#ablation), whose runs are shorter, " in prose
-    assert "shorter, {} and {}.".format(*ranks(others)) in prose
+    assert f"Of the {len(others)} models of the [ablation](ablation.md), whose runs are shorter, " in prose
+    assert "shorter, the two are {} and {}.".format(*ranks(others)) in prose
     assert f"the mean recall of numbers by up to {shown([records.seed_spread(record)])[0]}." in prose
 
 
 def test_sizes_of_the_prose(prose: str) -> None:
     record = records.joined(records.TREND)
     sizes = {row["model"]: row["parameters"] for row in record["results"]}
-    text = PAGE.read_text(encoding="utf-8")
+    text = page_text()
+
     assert f"| {min(sizes.values()) / 1e6:.2f}M to {max(sizes.values()) / 1e6:.2f}M |" in text
     more = [sizes[f"{mixer}:8"] / sizes[f"{mixer}:1"] - 1 for mixer in ("gated_delta_net", "gla")]
     assert f"{more[0]:.0%} at E = 8 for Gated DeltaNet, {more[1]:.0%} for GLA" in prose
@@ -186,14 +198,15 @@ def test_the_ablation_of_the_prose(prose: str) -> None:
     record = records.joined(records.ABLATION)
     assert not records.apart(record, records.joined(records.TREND))
     half, forms = records.difference_half(record), records.forms(record)
-    assert "no form of expansion is told from head-wise expansion, nor is no expansion at all" in prose
+    assert "no form of expansion can be told apart from head-wise expansion, nor can a model without" in prose
+    assert f"The intervals over seeds of ± {pages.number(half)} (95%) are wider than every difference" in prose
     assert f"the intervals of ± {pages.number(half)} are wider than every difference" in prose
     assert {records.longest(row, "needles:number") for rows in forms.values() for row in rows} == {1024}
     means = {form: records.mean_recall(rows) for form, rows in forms.items()}
     seeds = shown([records.share(row, "needles:number") for row in forms["headwise"]])
     assert "head-wise expansion recalls {}, {} and {}, and".format(*seeds) in prose
     assert "the forms' means go from {} to {}.".format(*shown([min(means.values()), max(means.values())])) in prose
-    assert f"is not told from head-wise ({pages.number(means['none'] - means['headwise'])})" in prose
+    assert f"cannot be told apart from head-wise ({pages.number(means['none'] - means['headwise'])})" in prose
     assert forms["headwise"][0]["state_size"] == 4 * forms["none"][0]["state_size"]
     for of in (means, records.PAPER):
         assert max(of["dpfp"], of["lfm"]) < of["headwise"]
