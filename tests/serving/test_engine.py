@@ -194,6 +194,16 @@ def test_a_cancelled_request_frees_its_slot(gla: RecurrentLM) -> None:
         assert endless.ids == generated(gla, [1], len(endless.ids)) and not waiting.ids
 
 
+def test_cancelled_requests_do_not_wait(gla: RecurrentLM) -> None:
+    """Clients come and go behind one who waits for the only slot."""
+    with Engine(gla, slots=1, queue=2) as engine:
+        endless, waiting = (engine.submit([1], max_new_tokens=10**6) for _ in range(2))
+        next(endless.tokens())
+        for _ in range(20):
+            engine.submit([2]).cancel()
+        assert engine.load()["waiting"] == 1 and not waiting.done
+
+
 def test_an_event_loop_that_leaves_cancels(engine: Engine) -> None:
     request = engine.submit([1], max_new_tokens=10**6)
 

@@ -141,6 +141,9 @@ class Server:
         if isinstance(body, dict) and body.get("model") is not None:
             self._check_model(body["model"])
         asked = parse(body, chat=chat, template=self._template() if chat else None)
+        most = self.engine.slots + self.engine.queue
+        if asked.count * len(asked.prompts) > most:
+            raise Refused(f"n and the prompts ask for more than {most} answers at once, which this server holds", "n")
         answer = Answer(asked, self.name, self.engine.tokenizer)
         requests: list[Request] = []
         try:
