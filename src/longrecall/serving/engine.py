@@ -178,6 +178,7 @@ class Engine:
         Raises:
             UserError: as `submit`, and what went wrong in the engine; the other requests are given up then.
         """
+        self._check_thread("generate")
         requests: list[Request] = []
         results: list[Result] = []
         try:
@@ -209,8 +210,8 @@ class Engine:
         Raises:
             UserError: `on_token` asks for `finish`, in the thread that all answers come from.
         """
-        if finish and threading.current_thread() is self._thread:
-            raise UserError("close(finish=True) waits for answers, so call it from another thread than on_token's")
+        if finish:
+            self._check_thread("close(finish=True)")
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -224,12 +225,18 @@ class Engine:
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            # The memory of all slots goes now, also where somebody keeps the engine.
+            self._running = lambda: 0
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_thread(self, what: str) -> None:
+        if threading.current_thread() is self._thread:
+            raise UserError(f"{what} waits for answers, so call it from another thread than on_token's")
 
     def _bank(self) -> Bank:
         if self.bank is None:
@@ -278,6 +285,7 @@ class Engine:
 
     def _read_only(self, tokens: list[int], start: RecurrentState | None) -> RecurrentState:
         """The state after these tokens, for the bank."""
+        self._check_thread("adding a text to the bank")
         job = self._job(tokens, RequestOptions(max_new_tokens=1), start)
         job.wants_state = True
         request = self._enqueue(job, must=True)

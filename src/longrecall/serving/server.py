@@ -154,6 +154,8 @@ class Server:
             finally:
                 # A client that goes meanwhile must not leave requests that nobody cancels.
                 await asyncio.wait((submitting,))
+                # Looked at also where nobody is left to be told; asyncio would print it.
+                submitting.exception()
             if asked.stream:
                 return await self._stream(request, asked, answer, requests)
             results = [await each.wait() for each in requests]
