@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from longrecall import Engine, RecurrentState
 from longrecall.errors import UserError
 from longrecall.locks import hold, lock_file_of
+from longrecall.models.state import FORMAT
 from longrecall.serving import Bank
 from longrecall.serving.text_stream import StopStrings
 from tests.serving.test_engine import generated, model_of, prompts_of
@@ -53,6 +55,43 @@ def test_shared_beginnings_know_what_came_before(tmp_path: Path) -> None:
             assert found.ids == generated(model, [*TEXT, *begin, last], 4)
             assert plain.ids == generated(model, [*begin, last], 4)
             assert found.cached_tokens == plain.cached_tokens == (256 if last == 3 else 0)
+
+
+def test_a_text_that_is_replaced_while_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two questions take the old text; what is kept of their common beginning is nothing for the new one."""
+    model, begin, new = model_of("hybrid"), TEXT[:300][::-1], [5, 6, 7]
+    with Engine(model, slots=2, bank=tmp_path) as engine:
+        assert engine.bank is not None
+        engine.bank.add("book", TEXT)
+        looks, encode = [], engine._ids
+
+        def replacing(prompt: list[int], special: bool) -> list[int]:
+            looks.append(prompt)
+            if len(looks) == 1:
+                engine.submit([*begin, 2], after="book", max_new_tokens=1).result()
+            elif len(looks) == 2:
+                engine.bank.add("book", new, force=True)  # type: ignore[union-attr]
+            return encode(prompt, special)
+
+        monkeypatch.setattr(engine, "_ids", replacing)
+        engine.submit([*begin, 1], after="book", max_new_tokens=1).result()
+        found = engine.submit([*begin, 3], after="book", max_new_tokens=4).result()
+    assert found.cached_tokens == 0 and found.ids == generated(model, [*new, *begin, 3], 4)
+
+
+def test_files_that_are_no_whole_states(tmp_path: Path) -> None:
+    model = model_of("gla")
+    bank = Bank(tmp_path, model)
+    metadata = {"format": FORMAT, "fingerprint": model.fingerprint(), "length": "1"}
+    one = torch.ones(1, dtype=torch.long)
+    for index, (tensors, said) in enumerate(
+        [({"other": one}, metadata), ({"0.recurrent": one}, metadata), ({"position": one}, {"format": FORMAT})]
+    ):
+        save_file(tensors, bank.path(f"broken{index}"), metadata=said)
+    (tmp_path / "broken3.safetensors").write_bytes(b"")
+    for name in bank.names():
+        with pytest.raises(UserError, match=f"{name}.* (is not a whole|holds the state)"):
+            bank.state(name)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,16 @@ def test_a_cancelled_request_frees_its_slot(gla: RecurrentLM) -> None:
         assert endless.ids == generated(gla, [1], len(endless.ids)) and not waiting.ids
 
 
+def test_cancelled_requests_do_not_wait(gla: RecurrentLM) -> None:
+    """Clients come and go behind one who waits for the only slot."""
+    with Engine(gla, slots=1, queue=2) as engine:
+        endless, waiting = (engine.submit([1], max_new_tokens=10**6) for _ in range(2))
+        next(endless.tokens())
+        for _ in range(20):
+            engine.submit([2]).cancel()
+        assert engine.load()["waiting"] == 1 and not waiting.done
+
+
 def test_an_event_loop_that_leaves_cancels(engine: Engine) -> None:
     request = engine.submit([1], max_new_tokens=10**6)
 
@@ -289,6 +300,8 @@ def test_a_callback_may_close_but_not_wait_for_answers(gla: RecurrentLM) -> None
     engine = Engine(gla, slots=1)
     with pytest.raises(UserError, match="another thread than on_token's"):
         engine.submit([1], max_new_tokens=5, on_token=lambda _: engine.close(finish=True)).result(timeout=60)
+    with pytest.raises(UserError, match="another thread than on_token's"):
+        engine.submit([1], on_token=lambda _: engine.generate([[2]])).result(timeout=60)  # type: ignore[arg-type]
     request = engine.submit([1], max_new_tokens=5, on_token=lambda _: engine.close())
     assert request.result(timeout=60).finish_reason == CANCELLED
     engine.close()
@@ -330,6 +343,21 @@ def test_a_loop_that_closes_while_it_is_told_is_nobody_elses_error(
             assert len(other.result(timeout=60).ids) == 400
             request.cancel()
             request.result()
+
+
+def test_a_closed_engine_has_no_slots(gla: RecurrentLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is for others, also while the engine is kept."""
+    made: list[weakref.ref[Worker]] = []
+    monkeypatch.setattr("longrecall.serving.engine.Worker", lambda *given: kept(Worker(*given), made))
+    with Engine(gla, slots=1) as engine:
+        engine.submit([1], max_new_tokens=2).result()
+    gc.collect()
+    assert made[0]() is None and engine.load()["running"] == 0
+
+
+def kept(worker: Worker, made: list[weakref.ref[Worker]]) -> Worker:
+    made.append(weakref.ref(worker))
+    return worker
 
 
 def test_an_engine_that_nobody_holds_ends(gla: RecurrentLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import random
 import time
 
 import pytest
+import torch
 
 from longrecall import Engine
 from tests.serving.test_engine import MODELS, SAMPLED, generated, model_of, prompts_of
@@ -36,3 +37,13 @@ def test_tokens_are_those_of_generate(name: str, slots: int) -> None:
     for prompt, count in zip(prompts, wanted, strict=True):
         expected.append(generated(model, prompt, count))
     assert found == expected
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gpu_that_is_not_the_current_one(name: str) -> None:
+    """Tokens are told when their own GPU has them, not when the current one has nothing to do."""
+    model, prompts = model_of(name).to("cuda:1"), prompts_of(24, longest=90)
+    with Engine(model, slots=8, queue=100) as engine:
+        found = [result.ids for result in engine.generate(prompts, max_new_tokens=30)]
+    assert found == [generated(model, prompt, 30) for prompt in prompts]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as processors
 
-from longrecall.serving.options import RequestOptions
+from longrecall.serving.options import COLDEST, RequestOptions
 from longrecall.serving.sampling import NOT_FINITE, Chooser, Sampling
 
 ROWS, VOCABULARY = 4000, 12
@@ -72,6 +72,13 @@ def test_the_ends_of_chance() -> None:
         rows = [Sampling(RequestOptions(temperature=1.0, **given), [0], 5, CPU) for _ in range(2)]
         rows[0].random, rows[1].random = Given(0.0), Given(1 - 2**-53)  # type: ignore[assignment]
         assert set(Chooser(rows, CPU)(logits).told.tolist()) <= {1, 3}
+
+
+def test_the_coldest_temperature_and_more_tokens_than_there_are() -> None:
+    logits = torch.tensor([[0.0, 1e10, -3e10]])
+    for given in ({}, {"top_k": 10**400}):
+        rows = [Sampling(RequestOptions(temperature=COLDEST, **given), [0], 3, CPU)]  # type: ignore[arg-type]
+        assert Chooser(rows, CPU)(logits).told.tolist() == [1]
 
 
 def test_rows_without_a_request_and_rows_that_are_no_numbers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from longrecall import Engine
 from longrecall.errors import UserError
 from longrecall.models.byte_tokenizer import byte_tokenizer
+from longrecall.serving import Overloaded
 from longrecall.serving.server import Server, serve
 from tests.serving.test_engine import model_of
 
@@ -148,6 +150,9 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt": "a", "temperature": "hot"}, "temperature"),
     ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias is not served"),
     ({"prompt": "a", "n": 0}, "n must be"),
+    ({"prompt": "a", "n": 5}, "more than 4 answers"),
+    ({"prompt": "a", "temperature": 10**400}, "temperature must be"),
+    ({"prompt": "half \ud800"}, "at place 5"),
     ({"prompt": "a", "stream": "yes"}, "true or false"),
     ({"prompt": "a", "after": "nothing"}, 'no text "nothing"'),
     ({"prompt": "a", "after": "../secret"}, "no name"),
@@ -200,6 +205,33 @@ def test_clients_that_go_free_their_slots_and_too_many_are_refused(engine: Engin
         assert (await post(client, {"prompt": "a", "max_tokens": 2}))[0] == 200
 
     asked(engine, talk)
+
+
+def test_a_client_that_goes_before_it_is_refused_leaves_no_trace(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for, answer = threading.Event(), threading.Event()
+
+    def submit(*_: Any, **__: Any) -> None:
+        asked_for.set()
+        answer.wait(60)
+        raise Overloaded("full")
+
+    monkeypatch.setattr(engine, "submit", submit)
+    printed: list[str] = []
+
+    async def talk(client: Client) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: printed.append(context["message"]))
+        asking = asyncio.ensure_future(post(client, {"prompt": "a"}))
+        await until(asked_for.is_set)
+        asking.cancel()
+        await asyncio.sleep(0.05)
+        answer.set()
+        await asyncio.sleep(0.05)
+        gc.collect()
+
+    asked(engine, talk)
+    assert printed == []
 
 
 @pytest.mark.parametrize("grace", [60.0, 0.0])

@@ -218,6 +218,37 @@ def test_a_step_that_fails_leaves_nobody_waiting(as_on_a_gpu: None, monkeypatch:
     assert not worker.busy
 
 
+def test_a_tokenizer_that_fails_is_its_own_requests_error() -> None:
+    """It looks for the stop strings of one request; another, decoded beside, goes on."""
+
+    class Broken:
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            if len(ids) > 1:
+                raise TypeError("no such token")
+            return ""
+
+    worker, other = Worker(MODEL, 2, 64, 0), job_of(PROMPTS[0], max_new_tokens=9)
+    worker.add(other)
+    worker.work()
+    own = job_of(PROMPTS[0], max_new_tokens=9)
+    own.request = Request(PROMPTS[0], RequestOptions(stop="x", max_new_tokens=9), Broken())
+    finish(worker, [own])
+    with pytest.raises(TypeError, match="no such token"):
+        own.request.result(timeout=0)
+    assert other.request.ids == alone(0, 0)[:9]
+
+
+def test_a_prompt_beside_a_longer_one_needs_room_for_itself_alone() -> None:
+    """Caches that were read beside a longer prompt have columns of padding, more than the slots have."""
+    model = model_of("hybrid")
+    worker = Worker(model, 4, 1024, 0)
+    jobs = [job_of([1, 2, 3] * 100, max_new_tokens=1), job_of([4, 5, 6] * 60, max_new_tokens=5)]
+    finish(worker, list(jobs))
+    assert [job.request.result(timeout=0).ids for job in jobs] == [
+        generated(model, job.request.prompt, job.request.options.max_new_tokens) for job in jobs
+    ]
+
+
 def test_many_who_come_at_once_are_read_at_once(as_on_a_gpu: None) -> None:
     """Where most slots are free; else those who write would wait for them."""
     worker = worker_of(8, lambda: 1000)

@@ -122,7 +122,7 @@ class CapturedChoice:
         running = torch.empty((), dtype=torch.bool, pin_memory=True)
         running.copy_(self._running.any(), non_blocking=True)
         arrived = torch.cuda.Event()
-        arrived.record()
+        arrived.record(torch.cuda.current_stream(self._running.device))
         return arrived, running
 
 

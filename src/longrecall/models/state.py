@@ -146,22 +146,27 @@ class RecurrentState:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is not a whole safetensors file: {error}.") from error
         if metadata.get("format") != FORMAT:
             raise UserError(f"{path} is not a longrecall state file; write one with generate --save-state.")
-        if metadata["fingerprint"] != model.fingerprint():
+        written_by = metadata.get("fingerprint", "")
+        if written_by != model.fingerprint():
             raise UserError(
-                f"{path} holds the state of model {metadata['fingerprint'][:12]}, but this model is "
+                f"{path} holds the state of model {written_by[:12]}, but this model is "
                 f"{model.fingerprint()[:12]}; load the state into the model that wrote it."
             )
         layers: list[LayerState] = [{} for _ in range(model.config.num_hidden_layers)]
-        for name, tensor in tensors.items():
-            if name not in ("position", "context"):
-                index, _, key = name.partition(".")
-                layers[int(index)][key] = tensor.to(model.device)
+        try:
+            for name, tensor in tensors.items():
+                if name not in ("position", "context"):
+                    index, _, key = name.partition(".")
+                    layers[int(index)][key] = tensor.to(model.device)
+            position, length = tensors["position"].to(model.device), int(metadata["length"])
+        except (KeyError, ValueError, IndexError) as error:
+            raise UserError(f"{path} is not a whole state file ({error}); write it anew.") from error
         context = tensors["context"].to(model.device) if "context" in tensors else None
-        return cls(tuple(layers), tensors["position"].to(model.device), json.loads(metadata["length"]), context)
+        return cls(tuple(layers), position, length, context)
 
 
 LARGE = 1 << 20

@@ -137,6 +137,10 @@ class Bank:
         Raises:
             UserError: there is none of this name, or its file is broken or of another model.
         """
+        return self.found(name)[1]
+
+    def found(self, name: str) -> tuple[tuple[Any, ...], RecurrentState]:
+        """`key` and `state` of a text, of the same file: its name may be another text's at any moment."""
         path = self._found(name)
         key = self.key(name)
         with self._lock:
@@ -150,7 +154,7 @@ class Bank:
             self._kept.move_to_end(key)
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
-        return found
+        return key, found
 
     def key(self, name: str) -> tuple[Any, ...]:
         """What tells this text from one that had its name before."""

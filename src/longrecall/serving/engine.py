@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -120,7 +120,7 @@ class Engine:
         self.room = None if why_not_fixed(model) is None else room
         self.end_tokens = _end_tokens(model, tokenizer)
         self.bank = None if bank is None else Bank(bank, model, tokenizer, self._read_only)
-        self._waiting: deque[Job] = deque()
+        self._waiting: OrderedDict[Request, Job] = OrderedDict()
         self._changed, self._encoding = threading.Condition(), threading.Lock()
         self._inside: set[Request] = set()
         self._closing = self._ended = False
@@ -161,13 +161,12 @@ class Engine:
                 in the bank; an option that means nothing.
         """
         options = _with(options, more)
-        start = None if after is None else self._bank().state(after)
+        key, start = ((), None) if after is None else self._bank().found(after)
         # What follows a text is no beginning. A learned state has read nothing.
         special = (start is None or start.length == 0) if add_special_tokens is None else add_special_tokens
         ids = self._ids(prompt, special)
         job = self._job(ids, options, start, on_token)
-        if after is not None:
-            job.start_name = repr(self._bank().key(after))
+        job.start_name = repr(key) if key else ""
         self._check_room(job)
         return self._enqueue(job)
 
@@ -179,6 +178,7 @@ class Engine:
         Raises:
             UserError: as `submit`, and what went wrong in the engine; the other requests are given up then.
         """
+        self._check_thread("generate")
         requests: list[Request] = []
         results: list[Result] = []
         try:
@@ -210,8 +210,8 @@ class Engine:
         Raises:
             UserError: `on_token` asks for `finish`, in the thread that all answers come from.
         """
-        if finish and threading.current_thread() is self._thread:
-            raise UserError("close(finish=True) waits for answers, so call it from another thread than on_token's")
+        if finish:
+            self._check_thread("close(finish=True)")
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -225,12 +225,18 @@ class Engine:
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            # The memory of all slots goes now, also where somebody keeps the engine.
+            self._running = lambda: 0
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_thread(self, what: str) -> None:
+        if threading.current_thread() is self._thread:
+            raise UserError(f"{what} waits for answers, so call it from another thread than on_token's")
 
     def _bank(self) -> Bank:
         if self.bank is None:
@@ -242,6 +248,8 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UserError("the engine has no tokenizer: give token ids, or Engine(..., tokenizer=...)")
+            if (place := _half_character(prompt)) is not None:
+                raise UserError(f"the prompt has half a character (a lone surrogate) at place {place}; give whole text")
             with self._encoding:
                 ids = list(self.tokenizer.encode(prompt, add_special_tokens=special))
         else:
@@ -277,6 +285,7 @@ class Engine:
 
     def _read_only(self, tokens: list[int], start: RecurrentState | None) -> RecurrentState:
         """The state after these tokens, for the bank."""
+        self._check_thread("adding a text to the bank")
         job = self._job(tokens, RequestOptions(max_new_tokens=1), start)
         job.wants_state = True
         request = self._enqueue(job, must=True)
@@ -294,7 +303,7 @@ class Engine:
                     f"all {self.slots} slots are taken and {self.queue} requests wait already; try again later"
                 )
             self._inside.add(job.request)
-            self._waiting.append(job)
+            self._waiting[job.request] = job
             self._changed.notify_all()
         return job.request
 
@@ -306,6 +315,7 @@ class Engine:
         """A request has ended."""
         with self._changed:
             self._inside.discard(request)
+            self._waiting.pop(request, None)
             self._changed.notify_all()
 
     def _turn(self, worker: Worker) -> bool:
@@ -314,11 +324,9 @@ class Engine:
             if self._ended:
                 return False
             worker.drop_ended()
-            while self._waiting and self._waiting[0].request.done:
-                self._waiting.popleft()
             for _ in range(worker.takes(len(self._waiting))):
-                job = self._waiting.popleft()
-                if not job.request.done:
+                request, job = self._waiting.popitem(last=False)
+                if not request.done:
                     worker.add(job)
             if not worker.busy:
                 self._changed.wait(timeout=IDLE)
@@ -339,6 +347,8 @@ class Engine:
 
 def _serve(engine: weakref.ref[Engine], worker: Worker, started: Future[None]) -> None:
     """The engine's thread; an engine that nobody holds any more ends it."""
+    if worker.device.type == "cuda":
+        torch.cuda.set_device(worker.device)  # of this thread
     try:
         worker.prepare()
     except BaseException as error:
@@ -363,6 +373,15 @@ def _with(options: RequestOptions | None, more: dict[str, Any]) -> RequestOption
             near = did_you_mean(name, known)
             raise UserError(f'there is no such option "{name}".{near} There are {", ".join(known)}')
     return RequestOptions(**more) if options is None else replace(options, **more)
+
+
+def _half_character(text: str) -> int | None:
+    """The place of a character that stands for nothing by itself, as JSON may hold it; None where there is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
 
 
 def _end_tokens(model: RecurrentLM, tokenizer: Any) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,12 @@ from longrecall.errors import UserError
 MOST_LOGPROBS = 20
 """Alternatives of a token whose log probabilities are told at most."""
 
+COLDEST = 1e-20
+"""Temperatures below it take the likeliest token: logits that are divided by less may become infinite."""
+
+LARGEST = 1e20
+"""Of numbers that logits are divided by or multiplied with, for the same reason."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
@@ -18,7 +23,7 @@ class RequestOptions:
 
     Attributes:
         max_new_tokens: tokens to write at most.
-        temperature: None or 0 takes the likeliest token; else probabilities of logits / temperature.
+        temperature: None, 0 or next to it takes the likeliest token; else probabilities of logits / temperature.
         top_k: sample from so many of the likeliest tokens; 0 = all.
         top_p: sample from the likeliest tokens that sum up to it; 1 = all.
         min_p: leave out tokens whose probability is less than so many times that of the likeliest.
@@ -54,7 +59,7 @@ class RequestOptions:
     @property
     def samples(self) -> bool:
         """Whether chance has a say."""
-        return bool(self.temperature)
+        return self.temperature is not None and self.temperature >= COLDEST
 
     @property
     def filters(self) -> bool:
@@ -66,15 +71,12 @@ class RequestOptions:
         _whole("max_new_tokens", self.max_new_tokens, 1)
         _whole("top_k", self.top_k, 0)
         if self.temperature is not None:
-            _number("temperature", self.temperature, 0, math.inf)
-            if self.temperature == math.inf:
-                raise UserError("temperature must be a finite number, got inf")
+            _number("temperature", self.temperature, 0, LARGEST)
         _number("top_p", self.top_p, 0, 1)
         _number("min_p", self.min_p, 0, 1)
-        _number("repetition_penalty", self.repetition_penalty, 0, math.inf)
-        for name, value in (("top_p", self.top_p), ("repetition_penalty", self.repetition_penalty)):
-            if value == 0 or value == math.inf:
-                raise UserError(f"{name} must be above 0 and finite, got {value}")
+        _number("repetition_penalty", self.repetition_penalty, 1 / LARGEST, LARGEST)
+        if self.top_p == 0:
+            raise UserError("top_p must be above 0, got 0")
         if not all(isinstance(text, str) and text for text in self.stop):
             raise UserError("stop must be texts of at least one character")
         for token in self.stop_tokens:
@@ -93,5 +95,4 @@ def _whole(name: str, value: Any, least: int, most: int | None = None) -> None:
 
 def _number(name: str, value: Any, least: float, most: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        wanted = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
-        raise UserError(f"{name} must be a number of {wanted}, got {value!r}")
+        raise UserError(f"{name} must be a number from {least:g} to {most:g}, got {value!r}")

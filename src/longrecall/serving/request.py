@@ -90,6 +90,7 @@ class Request:
         self._on_token, self._leave = on_token, leave
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
+        self._ends = frozenset(options.stop_tokens)
         self._stops = StopStrings(options.stop) if options.stop else None
         self._stream = TextStream(tokenizer) if options.stop else None
 
@@ -119,7 +120,7 @@ class Request:
         reader = _TextReader(self)
         while True:
             done = self._wait_beyond(reader.read)
-            if piece := reader.new(done):
+            if piece := reader.new():
                 yield piece
             if done:
                 break
@@ -167,8 +168,8 @@ class Request:
         """The text as it comes, for an event loop; a loop that is left early cancels the request."""
         reader = _TextReader(self)
         try:
-            async for done in self.changes():
-                if piece := reader.new(done):
+            async for _ in self.changes():
+                if piece := reader.new():
                     yield piece
             self._check()
         finally:
@@ -220,8 +221,13 @@ class Request:
 
     def text_ids(self) -> list[int]:
         """The new tokens without a last one that was to end the text."""
-        ended = self.finish_reason == STOP and self.ids and self.ids[-1] in self.options.stop_tokens
-        return self.ids[:-1] if ended else list(self.ids)
+        with self._changed:
+            return self.ids[:-1] if self.ids and self.ids[-1] in self._ends else list(self.ids)
+
+    def so_far(self) -> tuple[list[int], bool]:
+        """`text_ids`, and whether they are all."""
+        with self._changed:
+            return self.text_ids(), self.done
 
     def _check(self) -> None:
         if self.error is not None:
@@ -229,30 +235,31 @@ class Request:
 
     # What the engine tells, in its own thread.
 
-    def add(self, token: int, logprobs: TokenLogprobs | None, ends: bool) -> None:
-        """One more token; `ends`: it is one that ends the text."""
-        with self._changed:
-            if self.done:
-                return
-            if logprobs is not None:
-                self.logprobs.append(logprobs)
-            self.ids.append(token)
-            stopped = ends
-            if self._stops is not None and self._stream is not None:
-                last = ends or len(self.ids) == self.options.max_new_tokens
-                kept = [] if token in self.options.stop_tokens else [token]
-                stopped = self._stops.add(self._stream.add(kept, last=last)) or stopped
-            if stopped:
-                self.finish_reason = STOP
-            elif len(self.ids) == self.options.max_new_tokens:
-                self.finish_reason = LENGTH
+    def add(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
+        """One more token."""
         try:
+            with self._changed:
+                if self.done:
+                    return
+                self._add(token, logprobs)
             if self._on_token is not None:
                 self._on_token(token)
         except Exception as error:
-            # The caller's own, who is told by the result. A request that had just ended stays as it was.
+            # The caller's own, or the tokenizer's: those who are decoded beside have no part in it. A request that had
+            # just ended stays as it was.
             self.fail(error)
         self._tell()
+
+    def _add(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        self.ids.append(token)
+        stopped, full = token in self._ends, len(self.ids) == self.options.max_new_tokens
+        if self._stops is not None and self._stream is not None:
+            piece = self._stream.add([] if stopped else [token], last=stopped or full)
+            stopped = self._stops.add(piece) or stopped
+        if stopped or full:
+            self.finish_reason = STOP if stopped else LENGTH
 
     def finish(self, reason: str) -> None:
         """No more tokens come."""
@@ -289,9 +296,10 @@ class _TextReader:
         self.read, self.held = 0, ""
         self.given = 0
 
-    def new(self, done: bool) -> str:
+    def new(self) -> str:
+        # Whether it is the end is asked with the tokens: it may have come since the caller was told of a change.
         request = self.request
-        ids = request.text_ids() if done else list(request.ids)
+        ids, done = request.so_far()
         self.held += self.stream.add(ids[self.read :], last=done)
         self.read = len(ids)
         stops = request._stops

@@ -16,6 +16,9 @@ from torch import Tensor
 from longrecall.inference.to_device import to_device
 from longrecall.serving.options import RequestOptions
 
+ALL = 2**31
+"""More tokens than a vocabulary has."""
+
 NOT_FINITE = -1
 """Stands for a token that cannot be told, as its logits are NaN or infinite."""
 
@@ -118,7 +121,7 @@ class _Group:
         self.device = device
         self.rows = to_device([row for row, _ in found], device)
         self.temperature = self._column([each.temperature or 1.0 for each in options])
-        self.top_k = self._column([each.top_k or 2**31 for each in options])
+        self.top_k = self._column([min(each.top_k or ALL, ALL) for each in options])
         self.top_p = self._column([each.top_p for each in options])
         self.min_p = self._column([each.min_p for each in options])
 

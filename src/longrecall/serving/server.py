@@ -141,6 +141,9 @@ class Server:
         if isinstance(body, dict) and body.get("model") is not None:
             self._check_model(body["model"])
         asked = parse(body, chat=chat, template=self._template() if chat else None)
+        most = self.engine.slots + self.engine.queue
+        if asked.count * len(asked.prompts) > most:
+            raise Refused(f"n and the prompts ask for more than {most} answers at once, which this server holds", "n")
         answer = Answer(asked, self.name, self.engine.tokenizer)
         requests: list[Request] = []
         try:
@@ -151,6 +154,8 @@ class Server:
             finally:
                 # A client that goes meanwhile must not leave requests that nobody cancels.
                 await asyncio.wait((submitting,))
+                # Looked at also where nobody is left to be told; asyncio would print it.
+                submitting.exception()
             if asked.stream:
                 return await self._stream(request, asked, answer, requests)
             results = [await each.wait() for each in requests]

@@ -244,7 +244,7 @@ class Worker:
         here = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
         here.copy_(told, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return here, event
 
     def _gather(self) -> None:
@@ -286,7 +286,7 @@ class Worker:
                 told = logprobs.get(row)
                 if told is not None:
                     told = TokenLogprobs(told.logprob, told.top[: request.options.logprobs])
-                request.add(token, told, token in request.options.stop_tokens)
+                request.add(token, told)
 
 
 def _logprobs(chosen: Chosen) -> dict[int, TokenLogprobs]:

@@ -94,16 +94,15 @@ class CacheStep(MixerStep):
         """Put the caches of n sequences just before the column that all rows write next.
 
         The columns are used round and round by all rows together. So a sequence keeps its tokens as long as it has no
-        more than there are columns, whenever it has joined.
-
-        Raises:
-            ValueError: a cache has more columns than there is room for.
+        more than there are columns, whenever it has joined. Its caller must see to that.
         """
         if self.window is not None and state["position"].shape[1] >= self.window:
             state = _newest(state, self.window - 1)
-        columns, room = state["position"].shape[1], buffers["position"].shape[1]
-        if columns > room:
-            raise ValueError(f"the state's cache has {columns} columns, the step room for {room}")
+        room = buffers["position"].shape[1]
+        if state["position"].shape[1] > room:
+            # The rest is padding: these sequences were read beside a longer one.
+            state = _newest(state, room)
+        columns = state["position"].shape[1]
         places = (self._next(position, room) + torch.arange(-columns, 0, device=rows.device)) % room
         for name, tensor in state.items():
             # Cleared, too: what is left of others there may be no number, and would not vanish when it is masked.
