@@ -5,7 +5,8 @@
 Prompts have 16 to 240 tokens and answers 32 to 480, at random, all greedy and on random weights in bfloat16. The
 uniform batch has a row for each slot: prompts of the mean length, read at once, and answers of the mean length, by
 `generate()`; as many batches of it as have the tokens of all requests. "ratio" is the engine's time over that, of
-medians of rounds that take turns.
+medians of rounds that take turns. Where there are fewer slots than requests, they get them as they came, and in other
+rows those with the longest answers first.
 
 One more round is looked at from inside ("where"):
 
@@ -19,10 +20,9 @@ One more round is looked at from inside ("where"):
 | host_s, waiting_s | the engine's thread at work, and waiting for tokens: a GPU that is always busy makes it wait |
 
 "narrow steps" compares both ways to compute a step of a few rows (`FEW_ROWS` of layers/stepping/stream.py): products by
-tiles, and fused with what stands around them. The last
-row counts what many short requests leave: bytes of tensors on the GPU, and of the process. Rows are written as they
-come; all of it takes about a minute and a half. `--tiny` is a small model and few requests, for a machine without a
-GPU.
+tiles, and fused with what stands around them. The last row counts what many short requests leave: bytes of tensors on
+the GPU, and of the process. Rows are written as they come; all of it takes about a minute and a half. `--tiny` is a
+small model and few requests, for a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from longrecall.models.config import RecurrentConfig
 from longrecall.models.description import read_description
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.serving.reading import PromptReader
+from longrecall.serving.waiting import ARRIVAL, ORDERS
 from longrecall.serving.worker import Worker
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -198,9 +199,9 @@ def narrow_steps(model: RecurrentLM) -> dict[str, Any]:
     return found
 
 
-def compare(model: RecurrentLM, work: Work, slots: int, rounds: int) -> dict[str, Any]:
+def compare(model: RecurrentLM, work: Work, slots: int, rounds: int, order: str) -> dict[str, Any]:
     engine_s, uniform_s, written = [], [], 0
-    with Engine(model, slots=slots, queue=len(work), prefix_bytes=0) as engine:
+    with Engine(model, slots=slots, queue=len(work), prefix_bytes=0, order=order) as engine:
         for turn in range(rounds + 1):
             seconds, written = by_engine(engine, work)
             uniform = by_batches(model, work, slots)
@@ -211,6 +212,7 @@ def compare(model: RecurrentLM, work: Work, slots: int, rounds: int) -> dict[str
     ours, uniform = statistics.median(engine_s), statistics.median(uniform_s)
     return {
         "slots": slots,
+        "order": order,
         "requests": len(work),
         "new_tokens": written,
         "prompt_tokens": sum(len(prompt) for prompt, _ in work),
@@ -247,6 +249,11 @@ def built(name: str) -> RecurrentLM:
     return model.to(torch.bfloat16).eval()
 
 
+def cases_of(slots: list[int], requests: int) -> list[tuple[int, str]]:
+    """Numbers of slots, and in which order requests get them; no order where there are slots for all."""
+    return [(count, order) for count in slots for order in ORDERS if count < requests or order == ARRIVAL]
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
@@ -264,8 +271,9 @@ def main(argv: list[str] | None = None) -> None:
     for name in args.models:
         model = built(name)
         work = requests_of(args.requests, model.config.vocab_size, 0.1 if args.tiny else 1.0)
-        for slots in args.slots:
-            rows.measure(f"{name}, {slots} slots", lambda: compare(model, work, slots, args.rounds))  # noqa: B023
+        for slots, order in cases_of(args.slots, len(work)):
+            named = f"{name}, {slots} slots" + (f", {order} first" if order != ARRIVAL else "")
+            rows.measure(named, lambda: compare(model, work, slots, args.rounds, order))  # noqa: B023
         if torch.cuda.is_available():
             rows.measure(f"{name}, narrow steps", lambda: narrow_steps(model))  # noqa: B023
         rows.measure(f"{name}, memory", lambda: memory(model, args.many, args.slots[0]))  # noqa: B023

@@ -232,6 +232,30 @@ def test_generate_waits_for_the_queue(gla: RecurrentLM, engine: Engine) -> None:
     assert [x.ids for x in engine.generate(prompts, max_new_tokens=5)] == [generated(gla, p, 5) for p in prompts]
 
 
+@pytest.mark.parametrize(("order", "expected"), [("arrival", [2, 6, 5, 6]), ("longest", [6, 6, 5, 2])])
+def test_whose_turn_it_is(gla: RecurrentLM, order: str, expected: list[int]) -> None:
+    """While the only slot is taken others come; they get it in this order. The answers are the same."""
+    begun: list[int] = []
+    all_here = threading.Event()
+    with Engine(gla, slots=1, queue=8, order=order) as engine:
+        first = engine.submit([3, 4], max_new_tokens=2, ignore_end=True, on_token=lambda _: all_here.wait(30) or None)
+        requests = [
+            engine.submit(
+                [number, 7],
+                max_new_tokens=count,
+                ignore_end=True,
+                on_token=lambda _, number=number: begun.append(number),
+            )
+            for number, count in enumerate((2, 6, 5, 6))
+        ]
+        all_here.set()
+        found = [request.result().ids for request in (first, *requests)]
+    turns = list(dict.fromkeys(begun))
+    assert [(2, 6, 5, 6)[number] for number in turns] == expected
+    assert order == "arrival" or turns == [1, 3, 2, 0]  # of equals the first that came
+    assert found[1] == generated(gla, [0, 7], 2)
+
+
 def test_nobody_waits_longer_than_a_segment(gla: RecurrentLM) -> None:
     """A token of those who write between any two segments; short prompts overtake a long one."""
     worker = Worker(gla, 3, 16, 0)
@@ -460,6 +484,8 @@ def test_bad_requests_are_refused_at_once(engine: Engine, given: dict[str, Any],
 def test_bad_engines(gla: RecurrentLM) -> None:
     with pytest.raises(UserError, match="slots must be"):
         Engine(gla, slots=0)
+    with pytest.raises(UserError, match="order must be one of arrival, longest, got 'shortest'"):
+        Engine(gla, order="shortest")
     torch.manual_seed(0)
     layers = [{"mixer": MIXERS["hyena"]}]
     with pytest.raises(UserError, match=r"slots: layer 0 \(hyena\)"):

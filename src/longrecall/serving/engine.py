@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -29,6 +28,7 @@ from longrecall.serving.options import RequestOptions
 from longrecall.serving.reading import Job
 from longrecall.serving.request import CANCELLED, Closed, Overloaded, Request, Result
 from longrecall.serving.sampling import Sampling
+from longrecall.serving.waiting import ORDERS, Waiting
 from longrecall.serving.worker import Worker
 
 SLOTS = {"cpu": 8, "cuda": 64}
@@ -71,6 +71,7 @@ class Engine:
         room: int = ROOM,
         bank: str | Path | None = None,
         prefix_bytes: int = PREFIX_BYTES,
+        order: str = "arrival",
         dtype: str | torch.dtype | None = None,
         device: str | None = None,
         quantize: str | None = None,
@@ -88,6 +89,9 @@ class Engine:
                 little room and get more when a request needs it.
             bank: a folder of states of texts that were read before; it need not exist.
             prefix_bytes: memory for states of beginnings that several prompts share; 0 = share none.
+            order: who of those that wait gets the next slot: "arrival", the first that came, or "longest", the one that
+                asks for the most new tokens. A batch of unequal requests ends sooner with the longest first, as no long
+                answer is left alone at the end; but a short one may wait for as long as longer ones come.
             dtype: of a checkpoint's weights; None = as stored.
             device: of a checkpoint's weights; None = the GPU if there is one.
             quantize: "int8" or "fp8" weights of a checkpoint, as `longrecall.load` makes them.
@@ -115,12 +119,14 @@ class Engine:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UserError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        if order not in ORDERS:
+            raise UserError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
         self.model, self.tokenizer = model, tokenizer
         self.slots, self.queue, self.segment = slots, queue, segment
         self.room = None if why_not_fixed(model) is None else room
         self.end_tokens = _end_tokens(model, tokenizer)
         self.bank = None if bank is None else Bank(bank, model, tokenizer, self._read_only)
-        self._waiting: OrderedDict[Request, Job] = OrderedDict()
+        self._waiting = Waiting(order)
         self._changed, self._encoding = threading.Condition(), threading.Lock()
         self._inside: set[Request] = set()
         self._closing = self._ended = False
@@ -303,7 +309,7 @@ class Engine:
                     f"all {self.slots} slots are taken and {self.queue} requests wait already; try again later"
                 )
             self._inside.add(job.request)
-            self._waiting[job.request] = job
+            self._waiting.add(job)
             self._changed.notify_all()
         return job.request
 
@@ -315,7 +321,7 @@ class Engine:
         """A request has ended."""
         with self._changed:
             self._inside.discard(request)
-            self._waiting.pop(request, None)
+            self._waiting.drop(request)
             self._changed.notify_all()
 
     def _turn(self, worker: Worker) -> bool:
@@ -325,8 +331,8 @@ class Engine:
                 return False
             worker.drop_ended()
             for _ in range(worker.takes(len(self._waiting))):
-                request, job = self._waiting.popitem(last=False)
-                if not request.done:
+                job = self._waiting.next()
+                if not job.request.done:
                     worker.add(job)
             if not worker.busy:
                 self._changed.wait(timeout=IDLE)
