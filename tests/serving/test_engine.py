@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,10 @@ def test_whose_turn_it_is(gla: RecurrentLM, order: str, expected: list[int]) -> 
     """While the only slot is taken others come; they get it in this order. The answers are the same."""
     begun: list[int] = []
     all_here = threading.Event()
+
+    def told(number: int, token: int) -> None:
+        begun.append(number)
+
     with Engine(gla, slots=1, queue=8, order=order) as engine:
         first = engine.submit([3, 4], max_new_tokens=2, ignore_end=True, on_token=lambda _: all_here.wait(30) or None)
         requests = [
