@@ -116,16 +116,17 @@ class FusedStream(Stream):
         down: nn.Linear = mlp.down_proj
         self.add(self.product(y, down.weight) if _is_bare(down) else self.through(y, down))
 
-    def _gate_up(self, x: Tensor, gate_proj: nn.Module, up_proj: nn.Module) -> Tensor:
+    def _gate_up(self, x: Tensor, gate_proj: nn.Linear, up_proj: nn.Linear) -> Tensor:
         """silu(gate) * up of x ``[B, d]`` -> ``[B, n]``."""
         from longrecall.ops.decoding.triton.elementwise import silu_product
         from longrecall.ops.decoding.triton.products import numbers_of
         from longrecall.ops.decoding.triton.wide_products import wide_gate_up
 
-        pair = [_readable_by_tiles(x, layer.weight) for layer in (gate_proj, up_proj) if _is_bare(layer)]
-        found = [weight for weight in pair if weight is not None]
-        if len(found) == 2 and numbers_of(found[0]).dtype == numbers_of(found[1]).dtype:
-            return wide_gate_up(x, *found)
+        bare = _is_bare(gate_proj) and _is_bare(up_proj)
+        gate = _readable_by_tiles(x, gate_proj.weight) if bare else None
+        up = _readable_by_tiles(x, up_proj.weight) if bare else None
+        if gate is not None and up is not None and numbers_of(gate).dtype == numbers_of(up).dtype:
+            return wide_gate_up(x, gate, up)
         return silu_product(self.through(x, gate_proj), self.through(x, up_proj))
 
     def head(self, norm: Norm, layer: nn.Module) -> Tensor:
