@@ -84,6 +84,8 @@ def test_labels_that_are_none() -> None:
     assert not any(x.any() for x in found.values())
     labels[3] = 50
     assert linear_cross_entropy(states, weight, labels, backend="triton").isnan()
+    none = outcome(states[:0], weight, labels[:0], backend="triton")
+    assert not any(x.any() for x in none.values()) and none["weight"].shape == weight.shape
 
 
 @interpreted

@@ -55,7 +55,8 @@ def linear_cross_entropy(
     if len(labels) != len(states):
         raise ValueError(f"there are {len(labels)} labels for {len(states)} states; give each state one, -100 for none")
     dtype = dtype or states.dtype
-    if LINEAR_CROSS_ENTROPY.on_kernels({"states": states, "weight": weight}, backend):
+    # Of no tokens there is no piece.
+    if LINEAR_CROSS_ENTROPY.on_kernels({"states": states, "weight": weight}, backend) and len(states):
         total: Tensor = _in_pieces(states, weight, labels, dtype)
         return total
     kept = labels != IGNORED
