@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,14 @@ from longrecall.models.checkpoint import save
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.surgery.handover import handover_layers
 from longrecall.training.evaluation import Share, Standing, prepare_evaluation
+from longrecall.training.evaluation_steps import evaluate_after
 from longrecall.training.initial_states import Zero
+from longrecall.training.logs import Stopwatch
 from longrecall.training.recipe import Recipe
 from longrecall.training.recipe_evaluation import EvaluationRecipe, StopRecipe, TaskRecipe
 from longrecall.training.run import run_recipe
 from longrecall.training.segments import Segments
+from longrecall.training.watch import FiniteWatch
 from tests.conftest import MIXERS
 from tests.training.interventions import override
 from tests.training.runs import Killed, equal, kill_after, train, weights
@@ -216,6 +220,24 @@ def test_the_standing_of_a_metric() -> None:
         seen.append((standing.best, standing.best_step, standing.waited, standing.stopped))
     assert seen == [(0.2, 0, 0, False), (0.2, 0, 1, False), (0.5, 2, 0, False), (0.5, 2, 1, False), (0.5, 2, 2, True)]
     assert not EvaluationRecipe(every=1, tasks=task, metric="passkey.accuracy.length=512").lower_is_better
+
+
+def test_processes_that_measured_other_numbers_decide_alike() -> None:
+    """Numbers of the first process decide in all: one alone would wait for ever for those that stopped."""
+    recipe = EvaluationRecipe(every=1, tasks=(TaskRecipe("passkey"),), stop=StopRecipe(1, 0.0))
+    judged: list[Any] = []
+    evaluation = SimpleNamespace(
+        recipe=recipe, standing=Standing(), due=lambda *_: True, measure=lambda *_: {"held_out.loss": 2.0},
+        judge=lambda step, numbers, counts: judged.append(numbers),
+    )  # fmt: skip
+    place = SimpleNamespace(rank=1, world=2, sharded=True, first=False, gather=lambda own: [{"held_out.loss": 1.0}, own])
+    run: Any = SimpleNamespace(
+        evaluation=evaluation, processes=place, watch=FiniteWatch(), model=None, initial=None, handovers=[]
+    )
+    logged: list[Any] = []
+    trainer: Any = SimpleNamespace(compute_loss_context_manager=None, log=logged.append)
+    assert not evaluate_after(run, trainer, Stopwatch(), 1, False, 1.0)
+    assert judged == [{"held_out.loss": 1.0}] and logged == [{"eval_held_out.loss": 1.0}]
 
 
 @pytest.mark.parametrize(
