@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,8 +196,8 @@ def test_during_a_handover_nothing_is_best_and_nothing_stops(
         "run.steps=8",
     )
     summary = run_recipe(recipe, show_progress=False)
-    # Steps 1 to 3 are under the handover; step 4 is the first that counts, step 5 changes too little.
-    assert summary.best is not None and (summary.best["step"], summary.steps) == (4, 5)
+    # Steps 1 to 3 are under the handover; step 4 is the first that counts, step 5 is better by too little.
+    assert summary.best is not None and (summary.best["step"], summary.steps) == (5, 5)
     best = longrecall.load(tmp_path / "out" / "best")
     assert not handover_layers(best.config) and best.config.layers[0]["mixer"]["key_dim"] == 8
     assert not (tmp_path / "out" / ".best.unfinished").exists()
@@ -218,7 +219,15 @@ def test_the_standing_of_a_metric() -> None:
     for step, value in enumerate((0.2, 0.25, 0.5, None, 0.55)):
         standing = standing.after(step, value, recipe)
         seen.append((standing.best, standing.best_step, standing.waited, standing.stopped))
-    assert seen == [(0.2, 0, 0, False), (0.2, 0, 1, False), (0.5, 2, 0, False), (0.5, 2, 1, False), (0.5, 2, 2, True)]
+    # The smallest gain is a new best; whether training goes on is asked of the last one that was large enough.
+    assert seen == [(0.2, 0, 0, False), (0.25, 1, 1, False), (0.5, 2, 0, False), (0.5, 2, 1, False), (0.55, 4, 2, True)]
+    slow = Standing()
+    for step, value in enumerate((0.2, 0.27, 0.34)):
+        slow = slow.after(step, value, recipe)
+    assert (slow.best_step, slow.waited, slow.stopped) == (2, 0, False)
+    # As an older checkpoint has it.
+    old = {key: value for key, value in asdict(Standing().after(0, 0.2, recipe)).items() if key != "mark"}
+    assert Standing(**old).after(1, 0.25, recipe).waited == 1 and Standing(**old).after(1, 0.31, recipe).waited == 0
     assert not EvaluationRecipe(every=1, tasks=task, metric="passkey.accuracy.length=512").lower_is_better
 
 
