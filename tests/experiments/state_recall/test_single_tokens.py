@@ -77,6 +77,11 @@ def test_what_a_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = pairs_by_state.groups_of(record)
     assert [sum(map(pairs_by_state.left_plateau, groups[f"gla:{f}"])) for f in (1, 2, 4)] == [7, 8, 8]
     assert sum(map(pairs_by_state.settled, groups["gla:1"])) == 7
+    # A run that diverged is a seed that has learned nothing.
+    lost = {**row("gla", 2, 9, 12.0), "status": "diverged"}
+    others = pairs_by_state.groups_of({**record, "rows": [*rows, lost, {**lost, "status": "failed"}]})["gla:2"]
+    assert len(others) == 9 and sum(map(pairs_by_state.left_plateau, others)) == 8
+    assert sum(map(pairs_by_state.settled, others)) == 8
     text = pairs_by_state.tables(record)
     lines = text["pairs by state"].splitlines()
     assert lines[2].startswith("| GLA | plain | 1 | 100 | 1,000 | 7 of 8 | 7 | 6.0 (6.0 to 6.0) | 1.00 | .37 | .09 |")
