@@ -40,6 +40,27 @@ def t_quantile(degrees: int) -> float:
     return z + (z**3 + z) / 4 / degrees + (5 * z**5 + 16 * z**3 + 3 * z) / 96 / degrees**2 + third / degrees**3
 
 
+def t_share(value: float, degrees: int) -> float:
+    """Share of Student's t between -value and value, by the finite sums for whole degrees of freedom."""
+    angle, odd = math.atan(value / math.sqrt(degrees)), degrees % 2
+    square, total = math.cos(angle) ** 2, 0.0
+    term = math.cos(angle) if odd else 1.0
+    for index in range(1 + odd, degrees, 2):
+        total += term
+        term *= square * index / (index + 1)
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total
+
+
+def t_quantile_of_all(degrees: int, many: int) -> float:
+    """Of Student's t: what `many` values stay within, all of them, in 95% of cases or more (Bonferroni)."""
+    low, high = 0.0, 1e6
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_share(middle, degrees) < 1 - 0.05 / many else (low, middle)
+    return high
+
+
 def t_interval(values: Sequence[float]) -> tuple[float, float]:
     """Mean and half width of its 95% t interval over three seeds."""
     if len(values) != 3:

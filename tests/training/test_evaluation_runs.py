@@ -239,7 +239,8 @@ def test_processes_that_measured_other_numbers_decide_alike() -> None:
         recipe=recipe, standing=Standing(), due=lambda *_: True, measure=lambda *_: {"held_out.loss": 2.0},
         judge=lambda step, numbers, counts: judged.append(numbers),
     )  # fmt: skip
-    place = SimpleNamespace(rank=1, world=2, sharded=True, first=False, gather=lambda own: [{"held_out.loss": 1.0}, own])
+    gather = lambda own: [{"held_out.loss": 1.0}, own]  # noqa: E731
+    place = SimpleNamespace(rank=1, world=2, sharded=True, first=False, gather=gather)
     run: Any = SimpleNamespace(
         evaluation=evaluation, processes=place, watch=FiniteWatch(), model=None, initial=None, handovers=[]
     )

@@ -106,6 +106,8 @@ def test_a_bootstrap_takes_runs_of_every_group() -> None:
     assert intervals.t_quantile(2) == intervals.T_QUANTILES[1]
     assert intervals.t_quantile(30) == pytest.approx(2.0423, abs=1e-4)
     assert intervals.t_quantile(120) == pytest.approx(1.9799, abs=1e-4)
+    assert [intervals.t_quantile_of_all(n, 1) for n in range(1, 23)] == pytest.approx(intervals.T_QUANTILES, abs=1e-4)
+    assert intervals.t_quantile_of_all(22, 10) == pytest.approx(3.1188, abs=1e-4)
 
 
 @pytest.mark.parametrize("seeds", [2, 8])
