@@ -24,8 +24,11 @@ Groups = dict[str, list[Row]]
 
 
 def recall(row: Row) -> dict[int, float]:
-    """Pairs -> share recalled at the end of the training."""
-    return {test["settings"]["pairs"]: test["history"][-1][1] if test["history"] else 0.0 for test in row["tests"]}
+    """Pairs -> share recalled at the end of the training, none of them after a loss that was no number."""
+    ended = row["status"] == "done"
+    return {
+        test["settings"]["pairs"]: test["history"][-1][1] if ended and test["history"] else 0.0 for test in row["tests"]
+    }
 
 
 def left_plateau(row: Row) -> bool:
@@ -41,15 +44,15 @@ def held(row: Row) -> float:
 
 def settled(row: Row) -> bool:
     """Whether the loss had stopped falling, or everything was recalled, before the last epoch that was allowed."""
-    return bool(row["epochs"] < row["most_epochs"])
+    return bool(row["status"] == "done" and row["epochs"] < row["most_epochs"])
 
 
 def groups_of(record: Record) -> Groups:
-    """Name of the model -> its runs that ended, by seed."""
+    """Name of the model -> its runs that ended, by seed; one whose loss was no number any more has ended too."""
     most = record["recipe"]["training"]["epochs"]
     found: Groups = {}
     for row in sorted(record["rows"], key=lambda row: int(row["seed"])):
-        if row["status"] == "done":
+        if row["status"] in ("done", "diverged"):
             found.setdefault(row["model"]["mixer"], []).append({**row, "most_epochs": most})
     return found
 

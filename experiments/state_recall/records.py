@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 from experiments.common import pages
-from experiments.common.intervals import Line, bootstrap, line, rank_correlation, t_quantile
+from experiments.common.intervals import Line, bootstrap, line, rank_correlation, t_quantile, t_quantile_of_all
 from experiments.state_recall.arms import EQUAL, parts_of
 
 TREND, ABLATION = "state_recall_trend*.json", "state_recall_ablation*.json"
@@ -163,15 +163,24 @@ def difference(record: Record, form: str) -> float:
     return mean_recall(forms(record)[form]) - mean_recall(forms(record)["headwise"])
 
 
-def difference_half(record: Record) -> float | None:
-    """Half of the 95% t interval of a difference of two forms, from the spread of seeds in all; None for one seed."""
+def difference_half(record: Record, many: int = 1) -> float | None:
+    """Half of the 95% t interval of a difference of two forms, from the spread of seeds in all; None for one seed.
+
+    `many`: differences of which all are to lie in their intervals (Bonferroni).
+    """
     spreads = [[share(row, "needles:number") for row in rows] for rows in forms(record).values()]
     degrees = sum(len(values) - 1 for values in spreads)
     if not degrees:
         return None
     variance = sum(statistics.variance(values) * (len(values) - 1) for values in spreads if len(values) > 1) / degrees
-    many = min(len(values) for values in spreads)
-    return t_quantile(degrees) * math.sqrt(2 * variance / many)
+    seeds = min(len(values) for values in spreads)
+    quantile = t_quantile(degrees) if many == 1 else t_quantile_of_all(degrees, many)
+    return quantile * math.sqrt(2 * variance / seeds)
+
+
+def together_half(record: Record) -> float | None:
+    """The same of the differences of all forms from head-wise expansion together: ten would tell one by chance."""
+    return difference_half(record, max(1, len(forms(record)) - 1))
 
 
 def seed_spread(record: Record) -> float:
@@ -182,8 +191,8 @@ def seed_spread(record: Record) -> float:
 
 
 def apart(record: Record, trend: Record) -> dict[str, float]:
-    """Form -> difference from head-wise expansion, where more than the interval; of one seed, than `seed_spread`."""
-    limit = difference_half(record) or seed_spread(trend)
+    """Form -> difference from head-wise expansion, where more than `together_half`; of one seed, than `seed_spread`."""
+    limit = together_half(record) or seed_spread(trend)
     found = {form: difference(record, form) for form in forms(record) if form != "headwise"}
     return {form: value for form, value in found.items() if abs(value) > limit}
 

@@ -48,6 +48,7 @@ from experiments.state_recall.records import (
     recorded,
     seed_spread,
     share,
+    together_half,
 )
 
 PAGE = "state_recall.md"
@@ -216,9 +217,9 @@ def ablation_table(record: Record) -> str:
 
 def ablation_words(record: Record, trend: Record) -> str:
     """Which forms are told from head-wise expansion, and whether the order is the paper's."""
-    half, found = difference_half(record), apart(record, trend)
+    half, found = together_half(record), apart(record, trend)
     limit = (
-        f"its interval of ± {number(half)}"
+        f"± {number(half)}, the 95% interval of all differences together"
         if half
         else f"two seeds of one model of the trend ({number(seed_spread(trend))})"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from longrecall.errors import UserError
-from longrecall.files import refuse_links
+from longrecall.files import refuse_links, remove_temporary, write_text
 
 
 class JsonLines:
@@ -29,11 +29,17 @@ class JsonLines:
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror or error}; {self._advice}") from error
 
+    def begin(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Open the file anew with these lines: a kill, or a full disk, leaves it with all of them or as it was."""
+        text = _text(lines)
+        remove_temporary(self.path)
+        write_text(self.path, text, self._advice)
+        self.open(len(text))
+
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append the lines; does nothing while the file is not open."""
         if self._file is not None:
-            text = "".join(json.dumps(line, ensure_ascii=True, allow_nan=False) + "\n" for line in lines)
-            self._file.write(text.encode("ascii"))
+            self._file.write(_text(lines).encode("ascii"))
             self._file.flush()
             os.fsync(self._file.fileno())
 
@@ -42,6 +48,11 @@ class JsonLines:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _text(lines: Iterable[Mapping[str, Any]]) -> str:
+    """The lines of a file, in ASCII."""
+    return "".join(json.dumps(line, ensure_ascii=True, allow_nan=False) + "\n" for line in lines)
 
 
 def read_json_lines(path: Path, take: Callable[[int, Any], None]) -> int:

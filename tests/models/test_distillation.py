@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longrecall.models.distillation import Closeness, Predictions, divergence, relative_error
+from longrecall.models.distillation import Closeness, Predictions, compare, divergence, relative_error
 from longrecall.models.logits import Head, LogitScale
 
 WIDTH, VOCABULARY, TOKENS = 6, 11, 13
@@ -73,6 +73,33 @@ def test_like_predictions_have_neither_loss_nor_gradient(how: Closeness) -> None
     total = divergence(student, teacher, how)
     assert total.item() == 0.0 and total.dtype == torch.float32
     assert all(not slope.any() for slope in slopes(total, student))
+
+
+@pytest.mark.parametrize("how", [Closeness(), Closeness(1.0, 1)])
+def test_a_student_far_too_sure_of_itself(how: Closeness) -> None:
+    """What it holds impossible, by more than a float32 number can say, has the slope of float64."""
+    student, teacher = torch.tensor([[200.0, 0.0, 0.0, 0.0]]), torch.tensor([[3.0, 0.0, 0.0, 0.0]])
+    found, expected = (compare(student.to(x), teacher.to(x), how) for x in (torch.float32, torch.float64))
+    # Rounding of float32: logarithms of up to 200.
+    torch.testing.assert_close([x.double() for x in found], list(expected), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_small_factor_keeps_its_digits(device: str) -> None:
+    """Slopes of bfloat16 are one by one rounded, not what multiplies all of them."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    student, teacher = (predictions(seed, torch.bfloat16) for seed in (0, 1))
+    student, teacher = (each._replace(hidden=each.hidden.detach().to(device)) for each in (student, teacher))
+    student, teacher = (each._replace(head=each.head.to(device)) for each in (student, teacher))
+    total = divergence(student._replace(hidden=student.hidden.requires_grad_()), teacher, Closeness())
+    # Between two numbers of bfloat16, which are 1/256 apart there.
+    factor = torch.tensor(1 + 1 / 512 + 1 / 2048, device=device)
+    one, more = (
+        torch.autograd.grad(total, student.hidden, x, retain_graph=True)[0].double()
+        for x in (torch.ones_like(factor), factor)
+    )
+    assert torch.equal(more, (one * factor.double()).to(torch.bfloat16).double())
 
 
 def test_what_has_no_gradient_and_no_tokens() -> None:

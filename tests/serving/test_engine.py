@@ -245,12 +245,7 @@ def test_whose_turn_it_is(gla: RecurrentLM, order: str, expected: list[int]) -> 
     with Engine(gla, slots=1, queue=8, order=order) as engine:
         first = engine.submit([3, 4], max_new_tokens=2, ignore_end=True, on_token=lambda _: all_here.wait(30) or None)
         requests = [
-            engine.submit(
-                [number, 7],
-                max_new_tokens=count,
-                ignore_end=True,
-                on_token=lambda _, number=number: begun.append(number),
-            )
+            engine.submit([number, 7], max_new_tokens=count, ignore_end=True, on_token=partial(told, number))
             for number, count in enumerate((2, 6, 5, 6))
         ]
         all_here.set()

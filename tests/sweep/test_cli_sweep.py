@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,9 @@ from typing import Any
 import pytest
 
 from longrecall.cli.main import main
+from longrecall.errors import UserError
+from longrecall.json_lines import JsonLines
+from longrecall.sweep.journal import Journal
 from longrecall.sweep.training import ModelRun
 
 Write = Callable[..., Path]
@@ -97,6 +101,21 @@ def test_an_interrupted_sweep_goes_on(
         patch.setattr(ModelRun, "_take", interrupted)  # would raise: nothing is trained any more
         assert main(["sweep", str(recipe), "--resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["done"] == 4
+
+
+def test_rows_outlast_a_full_disk_where_a_sweep_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"key": key, "status": "done"} for key in "abc"]
+    Journal(tmp_path / "out.json", None, resume=False).finish({"schema": 1, "kind": "sweep", "rows": rows})
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonLines, "write", full)
+        patch.setattr("longrecall.files.os.replace", full)
+        with pytest.raises((UserError, OSError), match="no space left"):
+            Journal(tmp_path / "out.json", None, resume=True).start()
+    assert list(Journal(tmp_path / "out.json", None, resume=True).done) == list("abc")
 
 
 def test_rows_are_replaced_with_force_only(write: Write, capsys: pytest.CaptureFixture[str]) -> None:

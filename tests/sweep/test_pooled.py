@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from longrecall.cli.main import main
+from longrecall.errors import UserError
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.report.sweeps import parse_sweep
 from longrecall.sweep.examples import Cells, epoch_steps
@@ -175,6 +176,20 @@ def test_a_run_that_evaluates_after_every_step_is_stopped_too(make_spec: MakeSpe
     assert stopped["steps"] == len(stopped["history"]) == 3 and not rows
     assert len(list(tmp_path.iterdir())) == 1
     training.close()
+
+
+def test_a_disk_that_is_full_when_the_budget_ends(make_spec: MakeSpec, tmp_path: Path) -> None:
+    """One line says so, and the other runs have their checkpoints."""
+    specs = [make_spec("training.epochs=100000", f"training.learning_rates=[{rate}]") for rate in (0.01, 0.02)]
+    # Where a checkpoint is written until it is whole, there is a folder.
+    (tmp_path / f"{specs[0].key[:16]}.pt.partial").mkdir()
+    slots = Slots(iter([*specs, None]).__next__, CPU, 2, lambda row: None, checkpoints=tmp_path)
+    message = r"run\.checkpoints: cannot write .*\.pt: .*; make room or name another folder, and --resume"
+    slots.turn()
+    with pytest.raises(UserError, match=message):
+        slots.running()
+    slots.close()
+    assert (tmp_path / f"{specs[1].key[:16]}.pt").exists()
 
 
 def test_checkpoints_that_cannot_be_used(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:

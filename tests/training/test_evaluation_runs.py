@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,11 +25,14 @@ from longrecall.models.checkpoint import save
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.surgery.handover import handover_layers
 from longrecall.training.evaluation import Share, Standing, prepare_evaluation
+from longrecall.training.evaluation_steps import evaluate_after
 from longrecall.training.initial_states import Zero
+from longrecall.training.logs import Stopwatch
 from longrecall.training.recipe import Recipe
 from longrecall.training.recipe_evaluation import EvaluationRecipe, StopRecipe, TaskRecipe
 from longrecall.training.run import run_recipe
 from longrecall.training.segments import Segments
+from longrecall.training.watch import FiniteWatch
 from tests.conftest import MIXERS
 from tests.training.interventions import override
 from tests.training.runs import Killed, equal, kill_after, train, weights
@@ -191,8 +196,8 @@ def test_during_a_handover_nothing_is_best_and_nothing_stops(
         "run.steps=8",
     )
     summary = run_recipe(recipe, show_progress=False)
-    # Steps 1 to 3 are under the handover; step 4 is the first that counts, step 5 changes too little.
-    assert summary.best is not None and (summary.best["step"], summary.steps) == (4, 5)
+    # Steps 1 to 3 are under the handover; step 4 is the first that counts, step 5 is better by too little.
+    assert summary.best is not None and (summary.best["step"], summary.steps) == (5, 5)
     best = longrecall.load(tmp_path / "out" / "best")
     assert not handover_layers(best.config) and best.config.layers[0]["mixer"]["key_dim"] == 8
     assert not (tmp_path / "out" / ".best.unfinished").exists()
@@ -214,8 +219,35 @@ def test_the_standing_of_a_metric() -> None:
     for step, value in enumerate((0.2, 0.25, 0.5, None, 0.55)):
         standing = standing.after(step, value, recipe)
         seen.append((standing.best, standing.best_step, standing.waited, standing.stopped))
-    assert seen == [(0.2, 0, 0, False), (0.2, 0, 1, False), (0.5, 2, 0, False), (0.5, 2, 1, False), (0.5, 2, 2, True)]
+    # The smallest gain is a new best; whether training goes on is asked of the last one that was large enough.
+    assert seen == [(0.2, 0, 0, False), (0.25, 1, 1, False), (0.5, 2, 0, False), (0.5, 2, 1, False), (0.55, 4, 2, True)]
+    slow = Standing()
+    for step, value in enumerate((0.2, 0.27, 0.34)):
+        slow = slow.after(step, value, recipe)
+    assert (slow.best_step, slow.waited, slow.stopped) == (2, 0, False)
+    # As an older checkpoint has it.
+    old = {key: value for key, value in asdict(Standing().after(0, 0.2, recipe)).items() if key != "mark"}
+    assert Standing(**old).after(1, 0.25, recipe).waited == 1 and Standing(**old).after(1, 0.31, recipe).waited == 0
     assert not EvaluationRecipe(every=1, tasks=task, metric="passkey.accuracy.length=512").lower_is_better
+
+
+def test_processes_that_measured_other_numbers_decide_alike() -> None:
+    """Numbers of the first process decide in all: one alone would wait for ever for those that stopped."""
+    recipe = EvaluationRecipe(every=1, tasks=(TaskRecipe("passkey"),), stop=StopRecipe(1, 0.0))
+    judged: list[Any] = []
+    evaluation = SimpleNamespace(
+        recipe=recipe, standing=Standing(), due=lambda *_: True, measure=lambda *_: {"held_out.loss": 2.0},
+        judge=lambda step, numbers, counts: judged.append(numbers),
+    )  # fmt: skip
+    gather = lambda own: [{"held_out.loss": 1.0}, own]  # noqa: E731
+    place = SimpleNamespace(rank=1, world=2, sharded=True, first=False, gather=gather)
+    run: Any = SimpleNamespace(
+        evaluation=evaluation, processes=place, watch=FiniteWatch(), model=None, initial=None, handovers=[]
+    )
+    logged: list[Any] = []
+    trainer: Any = SimpleNamespace(compute_loss_context_manager=None, log=logged.append)
+    assert not evaluate_after(run, trainer, Stopwatch(), 1, False, 1.0)
+    assert judged == [{"held_out.loss": 1.0}] and logged == [{"eval_held_out.loss": 1.0}]
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,31 @@ def test_the_leash_in_the_place_of_the_loss(make_recipe: Make, teacher: Path) ->
     assert loss.item() == parts["leash_loss"].item() and loss.requires_grad
 
 
+def test_rows_without_labels_are_held_in_a_micro_batch_of_their_own(
+    make_recipe: Make, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give = BatchStream._give
+
+    def every_second_labelled(stream: BatchStream, rows: list) -> dict:
+        batch = give(stream, rows)
+        batch["labels"] = batch["labels"].clone()
+        batch["labels"][(batch["first"] + torch.arange(len(rows))) % 2 == 0] = -100
+        return batch
+
+    monkeypatch.setattr(BatchStream, "_give", every_second_labelled)
+    settings = [
+        f"leash={{teacher: {teacher}, sources: [all]}}",
+        "initial_state={kind: zero}", "run.steps=1", "optimizer.warmup=0", "data.workers=0",
+    ]  # fmt: skip
+    found = {}
+    for rows, batches in ((2, 1), (1, 2)):
+        sizes = [f"run.batch_size={rows}", f"run.gradient_accumulation={batches}", f"run.output={tmp_path / str(rows)}"]
+        found[rows] = train(make_recipe(*settings, *sizes))[0]
+    for name in ("loss", "leash_loss", "gradient_norm"):
+        # float32 sums in another order.
+        assert found[1][name] == pytest.approx(found[2][name], rel=1e-5), name
+
+
 def test_documents_apart_and_batches_without_rows(make_recipe: Make, teacher: Path) -> None:
     recipe = make_recipe(
         "leash={sources: [text], weight: 2, hidden: 1}", "data.reset_documents=true", "run.batch_size=6"

@@ -108,7 +108,8 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor) -> Any:
         (factor,) = given
         slopes = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[4:], strict=True)
-        found = [(slope * factor).to(dtype) if needed else None for slope, dtype, needed in slopes]
+        # In the factor's own type: a GPU would round it to that of narrow slopes, and change the length of all.
+        found = [(slope.to(factor.dtype) * factor).to(dtype) if needed else None for slope, dtype, needed in slopes]
         return (None, None, None, None, *found)
 
 
@@ -129,8 +130,9 @@ def compare(student: Tensor, teacher: Tensor, how: Closeness) -> tuple[Tensor, T
         rest_own, rest_aim = (x.scatter(-1, best, -torch.inf).logsumexp(-1, keepdim=True) for x in (own, aim))
         best_own, best_aim = own.gather(-1, best), aim.gather(-1, best)
         value = (best_aim.exp() * (best_aim - best_own)).sum() + (rest_aim.exp() * (rest_aim - rest_own)).sum()
-        # A token of the rest shares the slope of its outcome by how likely the student holds it.
-        slope = own.exp() * (1 - (rest_aim - rest_own).exp())
+        # A token of the rest shares the slope of its outcome by how likely the student holds it. How many times as
+        # likely the teacher's rest is may be more than a number holds; times the student's likelihood it is at most 1.
+        slope = own.exp() - (own + (rest_aim - rest_own)).exp()
         slope = slope.scatter(-1, best, best_own.exp() - best_aim.exp())
     return value * heat**2, slope * heat
 

@@ -62,9 +62,11 @@ class Journal:
     def start(self) -> None:
         """Begin to write; what is not to be resumed is deleted."""
         whole = _read_journal(self._partial)[1] if self._resume else 0
-        self._lines.open(whole)
-        if not whole:
-            self._lines.write([{"schema": SCHEMA, "kind": PARTIAL}, *(self.done[key] for key in self.own)])
+        if whole:
+            self._lines.open(whole)
+        else:
+            # From now on the result file beside it does not count, so its rows must be here.
+            self._lines.begin([{"schema": SCHEMA, "kind": PARTIAL}, *(self.done[key] for key in self.own)])
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Keep the row of a run; it is on the disk when this returns."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from longrecall.errors import UserError
 from longrecall.sweep.examples import Cells
 from longrecall.sweep.grid import RunSpec
 from longrecall.sweep.training import ModelRun, failed_row
@@ -89,10 +90,19 @@ class Slots:
             time.sleep(PAUSE_SECONDS)
 
     def running(self) -> list[Row]:
-        """Return the rows, as they are by now, of the runs that are in training, and write their checkpoints."""
-        if self._checkpoints is not None:
-            for slot in list(self._active):
+        """Return the rows, as they are by now, of the runs that are in training, and write their checkpoints.
+
+        Raises:
+            UserError: a checkpoint cannot be written; those of the other runs are there.
+        """
+        refused: list[UserError] = []
+        for slot in list(self._active) if self._checkpoints is not None else ():
+            try:
                 self._park(slot)
+            except UserError as error:
+                refused.append(error)
+        if refused:
+            raise refused[0]
         return [run.row() for run, _ in self._active]
 
     def _park(self, slot: tuple[ModelRun, Iterator[bool]]) -> None:

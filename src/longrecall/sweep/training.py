@@ -6,6 +6,7 @@ never waits for the GPU itself.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longrecall.errors import UserError
+from longrecall.errors import UserError, first_line
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.sweep.buffers import Buffers, Shape, shape_of
 from longrecall.sweep.examples import Sets, epoch_order, epoch_steps
@@ -276,7 +277,11 @@ class ModelRun:
         return {"tests": found} if found else {}
 
     def save(self, path: Path) -> None:
-        """Write all that the run needs to go on; not while an evaluation is under way."""
+        """Write all that the run needs to go on; not while an evaluation is under way.
+
+        Raises:
+            UserError: it cannot be written. What an earlier call wrote stays.
+        """
         if self._captured.stream is not None:
             self._captured.stream.synchronize()
         data = {
@@ -287,8 +292,16 @@ class ModelRun:
             "optimizer": [self._optimizer.state[p] for p in self._trained()],
         }
         partial_path = path.with_name(f"{path.name}.partial")
-        torch.save(data, partial_path)
-        partial_path.replace(path)
+        try:
+            torch.save(data, partial_path)
+            partial_path.replace(path)
+        except (OSError, RuntimeError) as error:  # of a full disk torch's writer says it in words of its own
+            with contextlib.suppress(OSError):
+                partial_path.unlink(missing_ok=True)
+            reason = (isinstance(error, OSError) and error.strerror) or first_line(error)
+            raise UserError(
+                f"run.checkpoints: cannot write {path}: {reason}; make room or name another folder, and --resume"
+            ) from error
 
     @torch.no_grad()
     def load(self, path: Path) -> None:

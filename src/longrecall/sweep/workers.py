@@ -20,7 +20,7 @@ from longrecall.errors import UserError
 from longrecall.sweep.grid import RunSpec
 from longrecall.sweep.slots import OnRow, Slots
 
-ROW, RUNNING, NO_ROOM = "row", "running", "no room"
+ROW, RUNNING, NO_ROOM, REFUSED = "row", "running", "no room", "refused"
 
 
 def train_in_processes(
@@ -42,18 +42,20 @@ def train_in_processes(
         The runs for which there was no memory while others had it.
 
     Raises:
-        UserError: a process was killed, or lost its GPU.
+        UserError: a process was killed, or lost its GPU; a checkpoint cannot be written.
     """
     # Spawned: a fork would copy torch's threads in whatever state they are, and CUDA does not survive it.
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)
     workers: dict[Connection, Any] = {}
     no_room: list[RunSpec] = []
+    refused: list[str] = []
     # A KeyError here would be a message of another version: both ends are this file.
     take: dict[str, Callable[[Any], None]] = {
         ROW: on_row,
         RUNNING: on_running,
         NO_ROOM: lambda index: no_room.append(specs[index]),
+        REFUSED: refused.append,
     }
     try:
         for share in shares:
@@ -73,6 +75,9 @@ def train_in_processes(
                     _check_end(workers[end])
                 else:
                     take[kind](content)
+        # Not before all have ended: the others write checkpoints meanwhile.
+        if refused:
+            raise UserError(refused[0])
     finally:
         for worker in workers.values():
             if worker.is_alive():
@@ -126,6 +131,8 @@ def _worker(
         slots.work(deadline)
         for row in slots.running():
             results.send((RUNNING, row))
+    except UserError as error:
+        results.send((REFUSED, str(error)))
     finally:
         slots.close()
         results.close()

@@ -42,8 +42,9 @@ class Standing:
     Attributes:
         step: of the last evaluation; -1 = none yet.
         best, best_step: the best value of the metric, and when it was reached.
-        waited: evaluations since then.
+        waited: evaluations since one that was better by more than the recipe's minimum.
         stopped: training has ended early.
+        mark: the value of that one; None = `best`, as older checkpoints have it.
     """
 
     step: int = -1
@@ -51,16 +52,20 @@ class Standing:
     best_step: int | None = None
     waited: int = 0
     stopped: bool = False
+    mark: float | None = None
 
     def after(self, step: int, value: float | None, recipe: EvaluationRecipe) -> Standing:
         """Return the standing with one more value of the metric; a value that is not finite is no better."""
         sign = -1.0 if recipe.lower_is_better else 1.0
         least = recipe.stop.minimum_change if recipe.stop is not None else 0.0
-        if value is not None and (self.best is None or sign * (value - self.best) > least):
-            return replace(self, step=step, best=value, best_step=step, waited=0)
+        found, mark = replace(self, step=step), self.best if self.mark is None else self.mark
+        if value is not None and (self.best is None or sign * (value - self.best) > 0.0):
+            found = replace(found, best=value, best_step=step)
+        if value is not None and (mark is None or sign * (value - mark) > least):
+            return replace(found, waited=0, mark=value)
         waited = self.waited + 1
         stopped = recipe.stop is not None and waited >= recipe.stop.patience
-        return replace(self, step=step, waited=waited, stopped=stopped)
+        return replace(found, waited=waited, stopped=stopped, mark=mark)
 
 
 @dataclass(frozen=True)

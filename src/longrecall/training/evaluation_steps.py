@@ -76,7 +76,10 @@ def evaluate_after(
             place.rank, place.world, place.sharded,
             lambda tensor: trainer.accelerator.reduce(tensor, "sum") if place.world > 1 else tensor,
         )  # fmt: skip
-        numbers = evaluation.measure(run.model, run.initial, share, trainer.compute_loss_context_manager)
+        own = evaluation.measure(run.model, run.initial, share, trainer.compute_loss_context_manager)
+        # Where each process asks everything, kernels that add up in an order of their own may tell them different
+        # numbers. Whether to stop, and what is best, must be one decision: those of the first count.
+        numbers = place.gather(own)[0]
         best = evaluation.judge(step, numbers, counts=progress == 1.0 or not run.handovers)
         if best and evaluation.recipe.best:
             with place.together(), disk_errors("the best checkpoint", run.watch.last_good):

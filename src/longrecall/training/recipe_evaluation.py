@@ -121,7 +121,7 @@ class StopRecipe:
     patience: int
     """Evaluations in a row that may bring no better metric."""
     minimum_change: float = 0.0
-    """How much better than the best so far counts as better."""
+    """How much better than the last one that counted the metric must be to count; what is best does not ask for it."""
 
     def __post_init__(self) -> None:
         positive(self, "patience")

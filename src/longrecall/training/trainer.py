@@ -164,7 +164,8 @@ class RecurrentTrainer(Trainer):
             mean = read_batch(model, ids, labels, text, initial, segments, parts, place.context, leash)
         # The model returns a mean over the labels of this micro-batch; gradients are averaged over all processes. Those
         # of a context group have one loss, each with the gradient of its own piece.
-        share = label_count(labels) * place.world / tensors["items"]
+        # Without labels it is a mean over one: a leash may hold such rows too, and its sum is divided likewise.
+        share = label_count(labels).clamp(min=1) * place.world / tensors["items"]
         self._backward(mean * share, last)
         return Passed(mean.detach(), share / place.context_world, parts)
 

@@ -217,7 +217,7 @@ def test_the_ablation_of_the_prose(prose: str) -> None:
     assert round(3 * (half / 0.05) ** 2) == 14 and "about fourteen seeds of each form" in prose
 
 
-def row(model: str, seed: int, right: int) -> dict[str, object]:
+def row(model: str, seed: int, right: float) -> dict[str, object]:
     """A model that recalls `right` of 10 numbers."""
     points = [{"length": 32, "right": right, "asked": 10}]
     return {"model": model, "seed": seed, "points": {"needles:number": points}, "state_size": 1}
@@ -232,6 +232,13 @@ def test_forms_are_told_apart_by_their_interval() -> None:
     trend = {"results": [row("gla:1", 0, 5), row("gla:1", 1, 6)]}
     assert records.seed_spread(trend) == pytest.approx(0.1)
     assert records.apart(record, trend) == {}
+    # Ten seeds of two forms tell them apart; one of nine differences as large as that may come by chance.
+    shares = {form: 4.0 for form in list(records.FORMS)[:10]} | {"whole": 4.55}
+    seeds = {form: [row(form, seed, right + seed % 2) for seed in range(10)] for form, right in shares.items()}
+    two = {"results": seeds["headwise"] + seeds["whole"]}
+    assert records.apart(two, trend) == {"whole": pytest.approx(0.055)}
+    ten = {"results": [run for runs in seeds.values() for run in runs]}
+    assert records.difference_half(ten) < 0.055 < records.together_half(ten) and not records.apart(ten, trend)
     one = {"results": [rows[0], rows[2]]}
     assert records.difference_half(one) is None
     assert records.apart(one, trend) == {"whole": pytest.approx(0.2)}

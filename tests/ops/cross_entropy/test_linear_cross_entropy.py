@@ -84,6 +84,8 @@ def test_labels_that_are_none() -> None:
     assert not any(x.any() for x in found.values())
     labels[3] = 50
     assert linear_cross_entropy(states, weight, labels, backend="triton").isnan()
+    none = outcome(states[:0], weight, labels[:0], backend="triton")
+    assert not any(x.any() for x in none.values()) and none["weight"].shape == weight.shape
 
 
 @interpreted
@@ -94,6 +96,18 @@ def test_gradients_only_where_they_are_asked_for() -> None:
     assert states.grad is not None and weight.grad is None
     with torch.no_grad():
         assert linear_cross_entropy(states, weight, labels, backend="triton") == frozen
+
+
+@interpreted
+def test_unlikely_tokens_have_gradients_in_float16() -> None:
+    """Of tokens less likely than 6e-8, the smallest number of float16: training pushes them down all the same."""
+    states, weight = torch.ones(4, 1), torch.linspace(0, -19, 20)[:, None]
+    labels = torch.zeros(4, dtype=torch.long)
+    expected = outcome(states.double(), weight.double(), labels, backend="reference")
+    inputs = [x.to(DEVICE) for x in (states.half(), weight, labels)]
+    found = outcome(*inputs, dtype=torch.float16, backend="triton")
+    # float16 has steps of 6e-8 there; 6e-9 times 256 is 24 of them.
+    torch.testing.assert_close(found["weight"], expected["weight"], rtol=0.03, atol=0)
 
 
 def test_pieces_fill_their_bytes() -> None:

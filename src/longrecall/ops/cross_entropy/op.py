@@ -55,7 +55,8 @@ def linear_cross_entropy(
     if len(labels) != len(states):
         raise ValueError(f"there are {len(labels)} labels for {len(states)} states; give each state one, -100 for none")
     dtype = dtype or states.dtype
-    if LINEAR_CROSS_ENTROPY.on_kernels({"states": states, "weight": weight}, backend):
+    # Of no tokens there is no piece.
+    if LINEAR_CROSS_ENTROPY.on_kernels({"states": states, "weight": weight}, backend) and len(states):
         total: Tensor = _in_pieces(states, weight, labels, dtype)
         return total
     kept = labels != IGNORED
@@ -68,3 +69,12 @@ def piece_tokens(tokens: int, vocabulary: int, width: int) -> int:
     """How many of `tokens` tokens are read at a time, of `width` bytes a logit: a power of two, or all of them."""
     most = max(FEWEST_TOKENS, PIECE_BYTES // (vocabulary * width))
     return min(tokens, 1 << (most.bit_length() - 1))
+
+
+def gradient_scale(dtype: torch.dtype) -> float:
+    """What gradients of logits, 1 at most, are multiplied by while they are of this type.
+
+    The loss of training in float16 is scaled, but these are made before. Most tokens are unlikely, and below 6e-8
+    float16 has no numbers. The gradient of a state is at most twice the largest weight, which may come to 127 so.
+    """
+    return 256.0 if dtype == torch.float16 else 1.0

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longrecall.ops.cross_entropy.op import piece_tokens
+from longrecall.ops.cross_entropy.op import gradient_scale, piece_tokens
 from longrecall.ops.kernels.launch import kernel, on_device, why_not_tensors
 
 BLOCK = 4096
@@ -19,9 +19,9 @@ BLOCK = 4096
 
 @kernel
 def losses_kernel(
-    logits, labels, losses, V, IGNORED: tl.constexpr, GRADIENTS: tl.constexpr, BLOCK: tl.constexpr
+    logits, labels, losses, V, IGNORED: tl.constexpr, GRADIENTS: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr
 ):  # fmt: skip
-    """A row: its loss and, with GRADIENTS, softmax(logits) - one-hot(label) in the place of the logits.
+    """A row: its loss and, with GRADIENTS, SCALE (softmax(logits) - one-hot(label)) in the place of the logits.
 
     The second walk over the row finds it in the cache.
     """
@@ -56,7 +56,7 @@ def losses_kernel(
                 inside = first + columns < V
                 x = tl.load(place + first + columns, mask=inside, other=0.0).to(tl.float32)
                 share = tl.exp(x - top) / total - (first + columns == label).to(tl.float32)
-                tl.store(place + first + columns, share.to(logits.dtype.element_ty), mask=inside)
+                tl.store(place + first + columns, (SCALE * share).to(logits.dtype.element_ty), mask=inside)
 
 
 def why_not(states: Tensor, weight: Tensor) -> str | None:
@@ -94,20 +94,21 @@ class _InPieces(torch.autograd.Function):
                     losses_kernel[(len(logits),)](
                         logits, labels[rows], losses[rows], len(matrix),
                         IGNORED=-100, GRADIENTS=gradients, BLOCK=min(BLOCK, triton.next_power_of_2(len(matrix))),
-                        num_warps=8,
+                        SCALE=gradient_scale(dtype), num_warps=8,
                     )  # fmt: skip
                 if d_states is not None:
                     torch.mm(logits, matrix, out=d_states[rows])
                 if wide is not None:
                     _add_product(wide, logits, x[rows], begin == 0)
         ctx.save_for_backward(d_states, wide)
-        ctx.dtypes = states.dtype, weight.dtype
+        ctx.dtypes, ctx.scale = (states.dtype, weight.dtype), gradient_scale(dtype)
         return losses.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
         d_states, d_weight = ctx.saved_tensors
+        d_total = d_total if ctx.scale == 1.0 else d_total / ctx.scale
         # The factor is small: rounded to bfloat16 it would change the length of the whole gradient.
         if d_states is not None:
             d_states = (d_states.float() * d_total).to(ctx.dtypes[0])
@@ -119,7 +120,7 @@ class _InPieces(torch.autograd.Function):
 def _add_product(total: Tensor, gradients: Tensor, x: Tensor, first: bool) -> None:
     """Add gradients^T x to `total`, float32; the `first` product is written over what is there."""
     if not total.is_cuda or x.dtype == torch.float32:
-        product = (gradients.t() @ x).float()
+        product = gradients.t().float() @ x.float()
         total.copy_(product) if first else total.add_(product)
     elif first:
         torch.mm(gradients.t(), x, out_dtype=torch.float32, out=total)
