@@ -238,6 +238,21 @@ def test_a_tokenizer_that_fails_is_its_own_requests_error() -> None:
     assert other.request.ids == alone(0, 0)[:9]
 
 
+@pytest.mark.parametrize("name", ["gla", "hybrid"])
+def test_a_state_that_is_kept_is_that_of_its_text_alone(name: str) -> None:
+    """Whatever is read at the same time: no padding in its caches, nobody else's length."""
+    model = model_of(name)
+    worker, kept = Worker(model, 4, 64, 0), job_of([1, 2, 3])
+    kept.wants_state = True
+    finish(worker, [job_of([4] * 20, max_new_tokens=1), kept])
+    with torch.no_grad():
+        alone = model(torch.tensor([[1, 2, 3]])).past_key_values
+    found = kept.request.state
+    assert found.length == 3
+    for own, layer in zip(found.layers, alone.layers, strict=True):
+        assert {key: x.shape for key, x in own.items()} == {key: x.shape for key, x in layer.items()}
+
+
 def test_a_prompt_beside_a_longer_one_needs_room_for_itself_alone() -> None:
     """Caches that were read beside a longer prompt have columns of padding, more than the slots have."""
     model = model_of("hybrid")

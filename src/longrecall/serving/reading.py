@@ -51,12 +51,19 @@ class Job:
     launched: int = 0
     """Tokens that were chosen, or are being chosen."""
 
+    before: int = 0
+    """Tokens that come before the prompt."""
     room: int = 0
     """Tokens of the whole sequence at most."""
 
     def __post_init__(self) -> None:
-        before = 0 if self.start is None else self.start.length
-        self.room = before + len(self.request.prompt) + self.request.options.max_new_tokens
+        self.before = 0 if self.start is None else self.start.length
+        self.room = self.before + len(self.request.prompt) + self.request.options.max_new_tokens
+
+    def own_state(self, states: RecurrentState, row: int) -> RecurrentState:
+        """A copy of its row, after the tokens that are read: as if it had been read alone."""
+        own = states.select_rows(to_device([row], states.position.device))
+        return replace(own, length=self.before + self.read)
 
     @property
     def has_all(self) -> bool:
@@ -148,17 +155,25 @@ class PromptReader:
         first = self.waiting[0]
         length = self._next(first)
         found = [first]
+        if self._apart(first):
+            return found
         for job in self.waiting[1:]:
             own = self._next(job)
             widest = max(length, own)
             if len(found) == MOST_ROWS or widest * (len(found) + 1) > self.segment:
                 break
-            # Caches of different lengths do not lie side by side.
-            apart = not self.fixed and (job.state is not None or first.state is not None)
-            if not apart and (widest <= SHORT or length // 2 <= own <= 2 * length):
+            if not self._apart(job) and (widest <= SHORT or length // 2 <= own <= 2 * length):
                 found.append(job)
                 length = widest
         return [first] if self.captures and len(found) < WORTH_A_PASS else found
+
+    def _apart(self, job: Job) -> bool:
+        """Whether no other prompt is read beside.
+
+        Caches of different lengths do not lie side by side, and padding would stay in one that is kept.
+        """
+        kept = job.wants_state or job.next_end(self.segment) < len(job.request.prompt)
+        return not self.fixed and (job.state is not None or kept)
 
     @torch.no_grad()
     def read(self, jobs: list[Job]) -> Ready:
@@ -183,7 +198,7 @@ class PromptReader:
             self.waiting.remove(job)
             if end < len(job.request.prompt):
                 self.waiting.append(job)
-                job.state = one_row(after, row)
+                job.state = job.own_state(after, row)
                 if end in job.stops:
                     self.prefixes.keep(job.stops.pop(end), job.state)
             else:
@@ -220,11 +235,6 @@ class PromptReader:
             return None
         with self.model.captured_steps.alone() as alone:
             return read_prompt(self.model, captured_segments(self.model, 1), ids, state) if alone else None
-
-
-def one_row(state: RecurrentState, row: int) -> RecurrentState:
-    """A copy of one row."""
-    return state.select_rows(to_device([row], state.position.device))
 
 
 def _side_by_side(model: RecurrentLM, states: Sequence[RecurrentState | None]) -> RecurrentState | None:

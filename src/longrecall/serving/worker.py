@@ -15,7 +15,7 @@ from longrecall.inference.slots import Slots, make_slots, slot_room
 from longrecall.inference.to_device import to_device
 from longrecall.models.recurrent_lm import RecurrentLM
 from longrecall.serving.prefixes import Prefixes
-from longrecall.serving.reading import Job, PromptReader, Ready, one_row
+from longrecall.serving.reading import Job, PromptReader, Ready
 from longrecall.serving.request import LENGTH, NoNumbers, TokenLogprobs
 from longrecall.serving.sampling import NOT_FINITE, Chooser, Chosen
 
@@ -180,7 +180,7 @@ class Worker:
         for row, job in rows:
             job.launched = 1
             if job.wants_state:
-                job.request.state = one_row(ready.state, row)
+                job.request.state = job.own_state(ready.state, row)
         self.pending.append(_Outcome(rows, chosen, *self._sent(chosen.told)))
         if not self.lags:
             self._tell_first()
