@@ -7,20 +7,21 @@ On a GPU: bfloat16, medians of CUDA events. Both trees are measured in processes
 process), in turns: before, after, after, before, and so on. A row has the median of every process, the median of those,
 and the ratio after/before.
 
-On a CPU: processor milliseconds of one thread. Two processes cannot be compared there: the same code differs by 30%
-from one to the next, with what other programs do and with how often the allocator gives memory back and takes it again.
-One process therefore imports both trees and calls them in turns (`--together` is such a process). Neighbouring calls
-meet the same machine and the same memory, and the ratio of a process is the median of their ratios. A row has:
+On a CPU: processor milliseconds of one thread, of every process the least. Noise only adds to a time. The same code
+differs by 30% from one process to the next all the same: other programs slow it down for seconds, and where its memory
+lies decides how often the allocator gives pages back and takes them again. The rows of ops and of training, which make
+the same tensors in the same order in both trees, therefore come from processes that import both trees and call them in
+turns (`--together` is such a process). Neighbouring calls meet the same machine and the same memory. Such a row has:
 
-- `befores`, `afters`: the least time of every process. Noise only adds to a time.
-- `before_ms`, `after_ms`: the medians of those.
-- `ratios`, `ratio`: the ratios of all processes and their median. This, and not the quotient of the two times, says
-  which tree is faster.
+- `befores`, `afters`, `before_ms`, `after_ms`: the least time of every process, and the medians of those.
+- `ratios`, `ratio`: of every process the median of the ratios of neighbouring calls, and the median of those. This, not
+  the quotient of the two times, says which tree is faster.
 - `ratio_low`, `ratio_high`: an interval of that median: 95% of all draws of as many processes, with repetition.
 
-Rows of memory are in MiB: the largest resident set after a call over 262,144 tokens with the last logits, less that
-after one over 4,096, in a process of its own. Only what both trees offer is used: ops, layers, models and
-`generate()`'s captured parts.
+Decoding and reading take other memory in one tree than in another, which belongs to their cost: their rows come from
+processes with one tree, as those of a GPU do. Rows of memory are in MiB: the largest resident set after a call over
+262,144 tokens with the last logits, less that after one over 4,096, in a process of its own. Only what both trees offer
+is used: ops, layers, models and `generate()`'s captured parts.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ def compare(works: dict[Tree, Work], calls: int) -> tuple[list[float], float]:
 
 
 def cpu_works() -> dict[str, tuple[Work, int]]:
-    """What is timed on a CPU, by the longrecall that is imported: name -> work, how many calls of it."""
+    """What is timed beside another tree, by the longrecall that is imported: name -> work, how many calls of it."""
     import torch
 
     from longrecall.ops import gated_delta_rule, gated_linear_attention
@@ -213,23 +214,16 @@ def cpu_works() -> dict[str, tuple[Work, int]]:
     def delta() -> None:
         gated_delta_rule(q, torch.nn.functional.normalize(k, dim=-1), v, decay, beta)[0].sum().backward()
 
-    models = {name: base_model(name) for name in BASES}
-    model, ids = models["Mamba-2 base"], torch.randint(0, 256, (4, 512))
-    text = ids.new_ones(1, 4096)
-    found: dict[str, tuple[Work, int]] = {
+    model, ids = base_model("Mamba-2 base"), torch.randint(0, 256, (4, 512))
+    return {
         "gated linear attention, forward + backward": (linear, 31),
         "gated delta rule, forward + backward": (delta, 31),
         "Mamba-2 base, training step, 4 x 512": (lambda: model(ids, labels=ids).loss.backward(), 15),
     }
-    options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    for name in BASES:
-        found[f"{name}, generate() of 64 tokens"] = (partial(models[name].generate, ids[:1], **options), 9)
-    found["Mamba-2 base, reading 1 x 4096"] = (torch.no_grad()(lambda: model(text, logits_to_keep=1)), 15)
-    return found
 
 
 def together(before: Path, after: Path, first: str) -> dict[str, dict[str, float]]:
-    """The rows of a CPU, from one process with both trees; the tree called `first` is imported and called first."""
+    """The rows that come from a process with both trees; the tree called `first` is imported and called first."""
     import torch
 
     torch.set_num_threads(1)
@@ -248,12 +242,40 @@ def together(before: Path, after: Path, first: str) -> dict[str, dict[str, float
     return found
 
 
+def least_ms(work: Work, calls: int) -> float:
+    """The least milliseconds of processor time of `work`, which runs once before."""
+    work()
+    times = []
+    for _ in range(calls):
+        began = time.process_time()
+        work()
+        times.append(1e3 * (time.process_time() - began))
+    return min(times)
+
+
+def cpu_times() -> dict[str, float]:
+    """Milliseconds of processor time: decoding and reading of the shipped bases."""
+    import torch
+
+    torch.set_num_threads(1)
+    ids, text = torch.randint(0, 256, (1, 512)), torch.ones(1, 4096, dtype=torch.long)
+    options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = {}
+    for name in BASES:
+        generate = partial(base_model(name).generate, ids, **options)
+        found[f"{name}, generate() of 64 tokens"] = least_ms(generate, 9)
+    model = base_model("Mamba-2 base")
+    with torch.no_grad():
+        found["Mamba-2 base, reading 1 x 4096"] = least_ms(lambda: model(text, logits_to_keep=1), 15)
+    return found
+
+
 def measure() -> dict[str, float]:
-    """Milliseconds (on a CPU: MiB) of the rows that one tree has a process for, by the longrecall that it imports."""
+    """Milliseconds (or MiB) of the rows that come from a process with one tree, by the longrecall that is imported."""
     import torch
 
     torch.manual_seed(0)
-    return layer_times() | model_times() if torch.cuda.is_available() else cpu_memory()
+    return layer_times() | model_times() if torch.cuda.is_available() else cpu_times() | cpu_memory()
 
 
 def answer(command: Sequence[str], environment: dict[str, str], about: str) -> Any:
@@ -358,7 +380,9 @@ def main() -> None:
     rows = Rows("before_after", args.out)
     rows.result["before"] = args.commit
     if not torch.cuda.is_available():
-        rows.result["statistic"] = "times: least of a process; ratio: median of neighbouring calls in one process"
+        rows.result["statistic"] = (
+            "times: least of a process; ratio, where there are ratios: median of neighbouring calls"
+        )
         found = []
         for index in range(args.cpu_rounds):
             found.append(run_together(before, ("before", "after")[index % 2]))
