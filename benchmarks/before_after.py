@@ -3,19 +3,31 @@
     git worktree add ../before 6c26994
     python benchmarks/before_after.py --before ../before --out benchmarks/results/gpu_before_after.json
 
-Both trees are measured by this script, each in processes of its own (`--measure` is such a process), in turns: before,
-after, after, before, and so on. A row has the median of every process, the median of those, and the ratio after/before.
-On a GPU: bfloat16, medians of CUDA events. On a CPU: one thread, medians of processor seconds; of these the ratios
-count alone. An op's time on a CPU depends on where its process has its memory: the same code differs by 12% from one
-process to the next. The rows of ops therefore come from many short processes, and have an interval of their ratio: 95%
-of all draws of as many rounds, with repetition, from those measured. Rows of memory are in MiB: the largest resident
-set after a call over 262,144 tokens with the last logits, less that after one over 4,096, in a process of its own. Only
-what both trees offer is used: ops, layers, models and `generate()`'s captured parts.
+On a GPU: bfloat16, medians of CUDA events. Both trees are measured in processes of their own (`--measure` is such a
+process), in turns: before, after, after, before, and so on. A row has the median of every process, the median of those,
+and the ratio after/before.
+
+On a CPU: processor milliseconds of one thread, of every process the least. Noise only adds to a time. The same code
+differs by 30% from one process to the next all the same: other programs slow it down for seconds, and where its memory
+lies decides how often the allocator gives pages back and takes them again. The rows of ops and of training, which make
+the same tensors in the same order in both trees, therefore come from processes that import both trees and call them in
+turns (`--together` is such a process). Neighbouring calls meet the same machine and the same memory. Such a row has:
+
+- `befores`, `afters`, `before_ms`, `after_ms`: the least time of every process, and the medians of those.
+- `ratios`, `ratio`: of every process the median of the ratios of neighbouring calls, and the median of those. This, not
+  the quotient of the two times, says which tree is faster.
+- `ratio_low`, `ratio_high`: an interval of that median: 95% of all draws of as many processes, with repetition.
+
+Decoding and reading take other memory in one tree than in another, which belongs to their cost: their rows come from
+processes with one tree, as those of a GPU do. Rows of memory are in MiB: the largest resident set after a call over
+262,144 tokens with the last logits, less that after one over 4,096, in a process of its own. Only what both trees offer
+is used: ops, layers, models and `generate()`'s captured parts.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -27,7 +39,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -141,24 +154,57 @@ def cpu_memory() -> dict[str, float]:
     return found
 
 
-def processor_ms(work: Callable[[], Any], repeats: int) -> float:
-    """Median milliseconds of processor time of `work`, which runs once before."""
-    work()
-    times = []
-    for _ in range(repeats):
-        began = time.process_time()
-        work()
-        times.append(1e3 * (time.process_time() - began))
-    return statistics.median(times)
+class Tree:
+    """A checkout's longrecall, imported beside another one's in the same process."""
+
+    def __init__(self, place: Path) -> None:
+        self._path, self._modules = str(place / "src"), dict[str, ModuleType]()
+
+    @contextlib.contextmanager
+    def imported(self) -> Iterator[None]:
+        """Within the block, `import longrecall` is an import from this tree."""
+        aside = _longrecall_modules()
+        sys.modules.update(self._modules)
+        sys.path.insert(0, self._path)
+        try:
+            yield
+        finally:
+            self._modules = _longrecall_modules()
+            sys.modules.update(aside)
+            sys.path.remove(self._path)
 
 
-def cpu_ops() -> dict[str, float]:
-    """Milliseconds of processor time of two ops, forward and backward: one of many processes (see above)."""
+def _longrecall_modules() -> dict[str, ModuleType]:
+    """Take longrecall's modules out of those that are imported."""
+    names = [name for name in sys.modules if name.partition(".")[0] == "longrecall"]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+Work = Callable[[], Any]
+
+
+def compare(works: dict[Tree, Work], calls: int) -> tuple[list[float], float]:
+    """The least milliseconds of processor time of two works, and the ratio of the second to the first.
+
+    They are called in turns, first, second, second, first, and so on. The ratio is the median of those of neighbours.
+    """
+    times: dict[Tree, list[float]] = {tree: [] for tree in works}
+    # The first calls choose kernels and take memory.
+    for tree in [*works, *in_turns(list(works), calls)]:
+        with tree.imported():
+            began = time.process_time()
+            works[tree]()
+            times[tree].append(1e3 * (time.process_time() - began))
+    first, second = (taken[1:] for taken in times.values())
+    return [min(first), min(second)], statistics.median(b / a for a, b in zip(first, second, strict=True))
+
+
+def cpu_works() -> dict[str, tuple[Work, int]]:
+    """What is timed beside another tree, by the longrecall that is imported: name -> work, how many calls of it."""
     import torch
 
     from longrecall.ops import gated_delta_rule, gated_linear_attention
 
-    torch.set_num_threads(1)
     q, k, v = (torch.randn(1, 2048, 4, 64, requires_grad=True) for _ in range(3))
     decay, beta = -torch.rand(1, 2048, 4), torch.rand(1, 2048, 4)
 
@@ -168,69 +214,111 @@ def cpu_ops() -> dict[str, float]:
     def delta() -> None:
         gated_delta_rule(q, torch.nn.functional.normalize(k, dim=-1), v, decay, beta)[0].sum().backward()
 
+    model, ids = base_model("Mamba-2 base"), torch.randint(0, 256, (4, 512))
     return {
-        "gated linear attention, forward + backward": processor_ms(linear, 15),
-        "gated delta rule, forward + backward": processor_ms(delta, 15),
+        "gated linear attention, forward + backward": (linear, 31),
+        "gated delta rule, forward + backward": (delta, 31),
+        "Mamba-2 base, training step, 4 x 512": (lambda: model(ids, labels=ids).loss.backward(), 15),
     }
 
 
-def cpu_times() -> dict[str, float]:
-    """Milliseconds of processor time: a training step, decoding and reading of the shipped bases."""
+def together(before: Path, after: Path, first: str) -> dict[str, dict[str, float]]:
+    """The rows that come from a process with both trees; the tree called `first` is imported and called first."""
     import torch
 
     torch.set_num_threads(1)
-    found: dict[str, float] = {}
-    model = base_model("Mamba-2 base")
-    ids = torch.randint(0, 256, (4, 512))
-    found["Mamba-2 base, training step, 4 x 512"] = processor_ms(lambda: model(ids, labels=ids).loss.backward(), 15)
-    options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    for name in BASES:
-        model = base_model(name)
-        generate = partial(model.generate, ids[:1], **options)
-        found[f"{name}, generate() of 64 tokens"] = processor_ms(generate, 9)
-    model, text = base_model("Mamba-2 base"), ids.new_ones(1, 4096)
-    with torch.no_grad():
-        found["Mamba-2 base, reading 1 x 4096"] = processor_ms(lambda: model(text, logits_to_keep=1), 9)
+    trees = {"before": Tree(before), "after": Tree(after)}
+    if first == "after":
+        trees = dict(reversed(trees.items()))
+    works: dict[Tree, dict[str, tuple[Work, int]]] = {}
+    for tree in trees.values():
+        torch.manual_seed(0)
+        with tree.imported():
+            works[tree] = cpu_works()
+    found = {}
+    for row, (_, calls) in works[trees["after"]].items():
+        least, ratio = compare({tree: works[tree][row][0] for tree in trees.values()}, calls)
+        found[row] = dict(zip(trees, least, strict=True)) | {"ratio": ratio if first == "before" else 1 / ratio}
     return found
 
 
-def measure(part: str) -> dict[str, float]:
-    """Milliseconds (or MiB) of the rows of one part, by the longrecall that this process imports."""
+def least_ms(work: Work, calls: int) -> float:
+    """The least milliseconds of processor time of `work`, which runs once before."""
+    work()
+    times = []
+    for _ in range(calls):
+        began = time.process_time()
+        work()
+        times.append(1e3 * (time.process_time() - began))
+    return min(times)
+
+
+def cpu_times() -> dict[str, float]:
+    """Milliseconds of processor time: decoding and reading of the shipped bases."""
+    import torch
+
+    torch.set_num_threads(1)
+    ids, text = torch.randint(0, 256, (1, 512)), torch.ones(1, 4096, dtype=torch.long)
+    options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = {}
+    for name in BASES:
+        generate = partial(base_model(name).generate, ids, **options)
+        found[f"{name}, generate() of 64 tokens"] = least_ms(generate, 9)
+    model = base_model("Mamba-2 base")
+    with torch.no_grad():
+        found["Mamba-2 base, reading 1 x 4096"] = least_ms(lambda: model(text, logits_to_keep=1), 15)
+    return found
+
+
+def measure() -> dict[str, float]:
+    """Milliseconds (or MiB) of the rows that come from a process with one tree, by the longrecall that is imported."""
     import torch
 
     torch.manual_seed(0)
-    if part == "ops":
-        return cpu_ops()
     return layer_times() | model_times() if torch.cuda.is_available() else cpu_times() | cpu_memory()
 
 
-def run(tree: Path, site: str = "", part: str = "models") -> dict[str, float]:
+def answer(command: Sequence[str], environment: dict[str, str], about: str) -> Any:
+    """The JSON in the last line that this script prints for these arguments."""
+    done = subprocess.run(
+        [sys.executable, __file__, *command], env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"measuring {about} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run(tree: Path, site: str = "") -> dict[str, float]:
     """`measure` in a process that imports longrecall from `tree`, and what the folder `site` has from there."""
     path = os.pathsep.join(filter(None, (str(tree / "src"), site, os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": path}
-    command = [sys.executable, __file__, "--measure", part]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"measuring {tree} failed:\n{done.stderr[-3000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, float] = answer(["--measure"], os.environ | {"PYTHONPATH": path}, str(tree))
+    return found
+
+
+def run_together(before: Path, first: str) -> dict[str, dict[str, float]]:
+    """`together` in a process of its own, with this checkout as the tree after."""
+    command = ["--together", first, "--before", str(before)]
+    found: dict[str, dict[str, float]] = answer(command, os.environ | {"OMP_NUM_THREADS": "1"}, f"{before} beside this")
     return found
 
 
 Runs = dict[str, list[dict[str, float]]]
 """What every process of each of two sides has measured, in the order of the rounds."""
 
+Side = TypeVar("Side")
 
-def in_turns(sides: Sequence[str], rounds: int) -> Iterator[str]:
-    """Name the side of the next process: first, second, second, first, and so on."""
+
+def in_turns(sides: Sequence[Side], rounds: int) -> Iterator[Side]:
+    """The side of the next process, or call: first, second, second, first, and so on."""
     for index in range(rounds):
         yield from sides if index % 2 == 0 else reversed(sides)
 
 
-def measured(trees: dict[str, Path], rounds: int, part: str) -> Runs:
-    """Measure one part of the rows in `rounds` processes of each tree."""
+def measured(trees: dict[str, Path], rounds: int) -> Runs:
+    """Measure the rows in `rounds` processes of each tree."""
     runs: Runs = {name: [] for name in trees}
     for name in in_turns(list(trees), rounds):
-        runs[name].append(run(trees[name], part=part))
+        runs[name].append(run(trees[name]))
         print(name, json.dumps(runs[name][-1]), flush=True)
     return runs
 
@@ -244,15 +332,21 @@ def beside(runs: Runs, row: str) -> dict[str, Any]:
     return numbers | {"ratio": middle["after"] / middle["before"]} | {f"{k}s": v for k, v in times.items()}
 
 
-def interval(befores: Sequence[float], afters: Sequence[float], draws: int = 10_000) -> dict[str, float]:
-    """The middle 95% of the ratio of medians over rounds that are drawn again, with repetition."""
-    chance, rounds, ratios = random.Random(0), range(len(befores)), []
-    for _ in range(draws):
-        drawn = chance.choices(rounds, k=len(rounds))
-        ratios.append(statistics.median(afters[i] for i in drawn) / statistics.median(befores[i] for i in drawn))
-    ratios.sort()
+def of_processes(found: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """A row of a CPU from what each process has found of it (see above)."""
+    times = {name: [one[name] for one in found] for name in ("before", "after")}
+    ratios = [one["ratio"] for one in found]
+    numbers = {f"{name}_ms": statistics.median(values) for name, values in times.items()}
+    numbers |= {"ratio": statistics.median(ratios), **interval(ratios)}
+    return numbers | {f"{k}s": v for k, v in times.items()} | {"ratios": ratios}
+
+
+def interval(ratios: Sequence[float], draws: int = 10_000) -> dict[str, float]:
+    """The middle 95% of the median of ratios that are drawn again, with repetition."""
+    chance = random.Random(0)
+    medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(draws))
     least = round(0.025 * (draws - 1))
-    return {"ratio_low": ratios[least], "ratio_high": ratios[-1 - least]}
+    return {"ratio_low": medians[least], "ratio_high": medians[-1 - least]}
 
 
 def main() -> None:
@@ -260,33 +354,42 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="the other checkout")
     parser.add_argument("--commit", default="6c26994", help="its commit, for the record [%(default)s]")
     parser.add_argument("--rounds", type=int, default=4, help="processes of each tree [%(default)s]")
-    parser.add_argument("--op-rounds", type=int, default=10, help="the same for ops on a CPU [%(default)s]")
+    parser.add_argument("--cpu-rounds", type=int, default=10, help="processes with both trees [%(default)s]")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--measure", choices=("ops", "models"), help="measure what is imported, print JSON")
+    parser.add_argument("--measure", action="store_true", help="measure what is imported, print JSON")
+    parser.add_argument("--together", choices=("before", "after"), help="measure both in turns, this one first")
     parser.add_argument("--memory", choices=BASES, help="measure the memory of this base alone, print MiB")
     args = parser.parse_args()
     if args.memory:
         print(memory_of(args.memory))
         return
     if args.measure:
-        print(json.dumps(measure(args.measure)))
+        print(json.dumps(measure()))
         return
     if args.before is None or not (args.before / "src" / "longrecall").is_dir():
         parser.error("--before: a checkout of longrecall")
-    if min(args.rounds, args.op_rounds) < 1:
-        parser.error("--rounds and --op-rounds: at least 1")
+    before = args.before.resolve()
+    if args.together:
+        print(json.dumps(together(before, ROOT, args.together)))
+        return
+    if min(args.rounds, args.cpu_rounds) < 1:
+        parser.error("--rounds and --cpu-rounds: at least 1")
     import torch
     from gpu_timing import Rows
 
     rows = Rows("before_after", args.out)
     rows.result["before"] = args.commit
-    trees = {"before": args.before.resolve(), "after": ROOT}
     if not torch.cuda.is_available():
-        runs = measured(trees, args.op_rounds, "ops")
-        for row in runs["after"][0]:
-            found = beside(runs, row)
-            rows.add(row, **found, **interval(found["befores"], found["afters"]))
-    runs = measured(trees, args.rounds, "models")
+        rows.result["statistic"] = (
+            "times: least of a process; ratio, where there are ratios: median of neighbouring calls"
+        )
+        found = []
+        for index in range(args.cpu_rounds):
+            found.append(run_together(before, ("before", "after")[index % 2]))
+            print(json.dumps(found[-1]), flush=True)
+        for row in found[0]:
+            rows.add(row, **of_processes([one[row] for one in found]))
+    runs = measured({"before": before, "after": ROOT}, args.rounds)
     for row in runs["after"][0]:
         rows.add(row, **beside(runs, row))
 

@@ -250,6 +250,7 @@ def test_a_recording_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         for passes in every:
             assert same(step_of(toy, passes, False), step_of(plain, passes, True))
     assert len(said) == 1 and toy.made == 1 and not recordings
+    assert toy.passes.given_up == "recording one failed (not permitted)"
 
     toy = Toy(monkeypatch, alone=False)
     toy.passes._recorder, recordings = fails, {None: None}  # type: ignore[dict-item]
@@ -262,9 +263,11 @@ def test_processes_record_together_or_not_at_all(monkeypatch: pytest.MonkeyPatch
     """Collectives of a graph meet those of the same graph: where one has no room, nobody records, and asks once."""
     asked: list[bool] = []
     toy = Toy(monkeypatch, agree=lambda own: bool(asked.append(own)))
-    for passes in steps(6):
-        step_of(toy, passes, False)
+    with pytest.warns(UserWarning, match="without a CUDA graph: a pass takes more than 80% of a GPU's memory"):
+        for passes in steps(6):
+            step_of(toy, passes, False)
     assert asked == [True] and not toy.made
+    assert str(toy.passes.given_up).startswith("a pass takes more than 80%")
 
 
 def test_sums_that_fsdp_keeps_are_not_recorded(make_recipe: Callable[..., Recipe]) -> None:
@@ -279,6 +282,58 @@ def test_sums_that_fsdp_keeps_are_not_recorded(make_recipe: Callable[..., Recipe
     assert "FSDP" in str(why())
     assert why("run.gradient_accumulation=1") is None
     assert why(replicate=1) is None
+
+
+KINDS = {
+    "data.reset_documents=true": "documents that are kept apart",
+    "initial_state={kind: truncated_bptt}": "documents that are kept apart",
+    "initial_state={kind: learned}": "the initial state is trained",
+    "run.precision=fp16": "fp16",
+    "run.compile=true": "run.compile",
+    "run.cuda_graphs=false": captured_passes.SWITCHED_OFF,
+}
+
+
+@pytest.mark.parametrize("override", KINDS)
+def test_what_is_launched_one_by_one_says_why(make_recipe: Callable[..., Recipe], override: str) -> None:
+    job = SimpleNamespace(recipe=make_recipe(override), leash=None, processes=Place(), model=torch.nn.Linear(1, 1))
+    assert KINDS[override] in str(captured_passes.why_eager(job, torch.device("cuda")))  # type: ignore[arg-type]
+    assert captured_passes.why_eager(job, torch.device("cpu")) == captured_passes.NO_GPU  # type: ignore[arg-type]
+
+
+def test_memory_tokens_are_recorded_without_other_initial_states(make_recipe: Callable[..., Recipe]) -> None:
+    model = RecurrentLM(RecurrentConfig(8, 32, [{"mixer": MIXERS["gla"]}], memory_tokens=2))
+    for override, reason in ((ZERO, None), ("initial_state={kind: noise, std: 0.1}", "memory tokens")):
+        job = SimpleNamespace(recipe=make_recipe(override), leash=None, processes=Place(), model=model)
+        found = captured_passes.why_eager(job, torch.device("cuda"))  # type: ignore[arg-type]
+        assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(
+    ("reason", "line", "kept"),
+    [
+        ("pieces are handed on", "steps are launched one by one: pieces are handed on\n", "pieces are handed on"),
+        (captured_passes.SWITCHED_OFF, "", captured_passes.SWITCHED_OFF),
+        (captured_passes.NO_GPU, "", None),
+    ],
+)
+def test_a_run_says_why_its_steps_are_launched_one_by_one(
+    make_recipe: Callable[..., Recipe],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    reason: str,
+    line: str,
+    kept: str | None,
+) -> None:
+    """In one line at the start, unless the recipe has asked for it, and in training.json."""
+    monkeypatch.setattr("longrecall.training.trainer.why_eager", lambda job, device: reason)
+    recipe = make_recipe("run.steps=2", ZERO)
+    summary = run_recipe(recipe)
+    said = capsys.readouterr().err
+    assert said.startswith(line) and ("one by one" in said) == bool(line)
+    written = json.loads((Path(recipe.run.output) / "training.json").read_text())
+    assert written["summary"]["why_eager"] == summary.why_eager == kept
+    assert (f"recorded steps   none: {kept}" in summary.table()) == (kept is not None)
 
 
 def test_a_whole_run_without_a_gpu(

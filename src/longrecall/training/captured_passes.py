@@ -18,7 +18,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from longrecall.errors import first_line
+from longrecall.errors import first_line, first_process
 from longrecall.layers.experts import Experts
 from longrecall.layers.mixers.mom import MoM
 from longrecall.layers.recording import record, recording_stream
@@ -27,6 +27,7 @@ from longrecall.training.initial_states import InitialState
 from longrecall.training.initial_states.zero import Zero
 from longrecall.training.job import Job
 from longrecall.training.parallel.shard import local
+from longrecall.training.recipe_states import LearnedRecipe, ZeroState
 
 WARMUPS = 3
 """Eager passes of a kind before it is recorded: kernels are compiled and libraries choose theirs in them."""
@@ -111,17 +112,27 @@ class _Recording:
             parameter.grad = gradient
 
 
+NO_GPU = "there is no GPU"
+SWITCHED_OFF = "run.cuda_graphs is false"
+
+
 def why_eager(job: Job, device: torch.device) -> str | None:
     """Why the passes of a run are not recorded, in words; None = they are."""
-    run, place = job.recipe.run, job.processes
+    recipe, run, place = job.recipe, job.recipe.run, job.processes
     if device.type != "cuda":
-        return "there is no GPU"
+        return NO_GPU
     if not run.cuda_graphs:
-        return "run.cuda_graphs is false"
+        return SWITCHED_OFF
     if run.precision == "fp16":
         return "the scale of the loss of fp16 is changed by the host"
     if run.compile:
         return "run.compile makes code for shapes as they come"
+    if recipe.data.reset_documents or recipe.continues:
+        return "documents that are kept apart have other lengths in every batch"
+    if isinstance(recipe.initial_state, LearnedRecipe):
+        return "the initial state is trained"
+    if not isinstance(recipe.initial_state, ZeroState) and _has_memory_tokens(job.model):
+        return "initial states are made of memory tokens, which are trained"
     if job.leash is not None:
         return "a leash holds other tokens in every batch"
     if place.context is not None:
@@ -131,6 +142,10 @@ def why_eager(job: Job, device: torch.device) -> str | None:
     if any(isinstance(module, (Experts, MoM)) for module in job.model.modules()):
         return "the host reads back how many tokens each expert has"
     return None
+
+
+def _has_memory_tokens(model: nn.Module) -> bool:
+    return any(name.rpartition(".")[2] == "memory_tokens" for name, _ in model.named_parameters())
 
 
 def _recorded(work: Callable[[], None], stream: Any, pool: Any) -> tuple[Callable[[], None], Any]:
@@ -164,7 +179,8 @@ class CapturedPasses:
         self._parameters = list(parameters)
         self._stream = stream
         self._warmups, self._alone, self._recorder, self._agree = warmups, alone, recorder, agree
-        self._enabled = True
+        self.given_up: str | None = None
+        """Why passes that were to be recorded are not, in words."""
         self._begun: Counter[Hashable] = Counter()
         self._recordings: dict[tuple[Any, ...], _Recording] = {}
         self._pool: Any = None
@@ -225,7 +241,7 @@ class CapturedPasses:
         return found.passed, found.final
 
     def _may_record(self, key: Hashable, adds: tuple[bool, ...], inputs: Inputs) -> bool:
-        if not self._enabled or self._stream is None or any(x.requires_grad for x in inputs.values()):
+        if self.given_up is not None or self._stream is None or any(x.requires_grad for x in inputs.values()):
             return False
         self._begun[key] += 1
         if self._begun[key] <= self._warmups or len(self._recordings) >= MOST_KINDS:
@@ -233,8 +249,15 @@ class CapturedPasses:
         if any(adds) and not any(self._are_of(first) for first in self._recordings.values()):
             return False
         # What eager passes have taken at most only rises.
-        self._enabled = self._agree(_leaves_room(self._stream))
-        return self._enabled
+        if not self._agree(_leaves_room(self._stream)):
+            self._give_up(f"a pass takes more than {SHARE_OF_MEMORY:.0%} of a GPU's memory")
+        return self.given_up is None
+
+    def _give_up(self, reason: str) -> None:
+        """Launch all further passes one by one, and say so."""
+        self.given_up = reason
+        if first_process():
+            warnings.warn(f"training steps run without a CUDA graph: {reason}", stacklevel=3)
 
     def _are_of(self, recording: _Recording) -> bool:
         """Whether the gradients that are there are those that this recording leaves: they stay where they are."""
@@ -259,14 +282,11 @@ class CapturedPasses:
                     f"a training step could not be recorded as a CUDA graph ({first_line(error)}); "
                     "set run.cuda_graphs=false"
                 ) from error
-            self._enabled = False
             # The passes go on eagerly, which takes the memory that recordings keep.
             self.release()
             for parameter, gradient in zip(self._parameters, before, strict=True):
                 parameter.grad = gradient
-            warnings.warn(
-                f"training steps run without a CUDA graph: recording one failed ({first_line(error)})", stacklevel=2
-            )
+            self._give_up(f"recording one failed ({first_line(error)})")
             return None
         added = [(p, gradient) for p, gradient in zip(self._parameters, before, strict=True) if gradient is not None]
         gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]

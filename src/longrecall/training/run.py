@@ -147,7 +147,7 @@ def _run_together(
         job.evaluation = resumed(evaluation, saved.state if saved is not None else {})
         clock = Stopwatch()
         if saved is None or not ended(saved.state, saved.step, job.steps):
-            _train(job, arguments)
+            summary = replace(summary, why_eager=_train(job, arguments))
         else:
             with place.together():
                 job.restore_initial(saved.share_of(place))
@@ -297,7 +297,8 @@ def _leash(
     return Leash(recipe, _model(own, teacher, place, device), model, place.sharded)
 
 
-def _train(job: Job, arguments: TrainingArguments) -> None:
+def _train(job: Job, arguments: TrainingArguments) -> str | None:
+    """Do the steps; return why they were launched one by one (see `TrainingSummary.why_eager`)."""
     around = RunCallback(job)
     callbacks: list[TrainerCallback] = [around]
     if job.recipe.run.report_to in ("auto", "tensorboard") and job.processes.first:
@@ -317,6 +318,7 @@ def _train(job: Job, arguments: TrainingArguments) -> None:
         raise
     finally:
         around.close()
+    return trainer.why_eager
 
 
 def _tensorboard(output: Path) -> list[TrainerCallback]:

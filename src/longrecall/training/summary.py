@@ -65,6 +65,8 @@ class TrainingSummary:
     """The best value so far of the metric that the evaluation goes by: `metric`, `value`, `step`."""
     stopped_early: bool = False
     """The evaluation has ended the run after `steps`."""
+    why_eager: str | None = None
+    """Why steps on a GPU were launched one by one, in words; None = they were recorded, or there was no GPU."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -83,6 +85,7 @@ class TrainingSummary:
             *([f"initial state    {self.initial_state}"] if self.initial_state else []),
             *([f"evaluation       {self.evaluation}"] if self.evaluation else []),
             *([f"leash            {self.leash}"] if self.leash else []),
+            *([f"recorded steps   none: {self.why_eager}"] if self.why_eager else []),
             "",
         ]
         groups = [*self.groups, *([self.frozen] if self.frozen else [])]

@@ -8,6 +8,7 @@ micro-batch and process it is in), the initial states, the logs and the checkpoi
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import PrinterCallback
 
 from longrecall.models.losses import label_count
-from longrecall.training.captured_passes import CapturedPasses, Inputs, Passed, why_eager
+from longrecall.training.captured_passes import NO_GPU, SWITCHED_OFF, CapturedPasses, Inputs, Passed, why_eager
 from longrecall.training.checkpoints import ProcessState, SavedRun, Saver, restore_optimizer
 from longrecall.training.checkpoints.saved_run import CARRIED, random_tensors, restore_random
 from longrecall.training.data import Batch
@@ -62,6 +63,8 @@ class RecurrentTrainer(Trainer):
         self._place = ""
         self._why_eager = why_eager(job, self.args.device)
         self._passes = CapturedPasses.of(job, self.args.device, self._why_eager is not None)
+        if job.processes.first and job.show_progress and self._why_eager not in (None, NO_GPU, SWITCHED_OFF):
+            print(f"steps are launched one by one: {self._why_eager}", file=sys.stderr, flush=True)
         prepare = self.accelerator.prepare_model
 
         def prepared(*arguments: Any, **options: Any) -> Any:
@@ -137,7 +140,7 @@ class RecurrentTrainer(Trainer):
         def work(tensors: Inputs, initial: InitialState) -> Passed:
             return self._pass(model, tensors, text, initial, segments, leash, last)
 
-        if segments is None and self._why_eager is None:
+        if self._why_eager is None:
             done = self._passes.run(work, batch | {"items": items}, job.initial, text, last)
         else:
             with self._passes.on_stream():
@@ -168,6 +171,11 @@ class RecurrentTrainer(Trainer):
         share = label_count(labels).clamp(min=1) * place.world / tensors["items"]
         self._backward(mean * share, last)
         return Passed(mean.detach(), share / place.context_world, parts)
+
+    @property
+    def why_eager(self) -> str | None:
+        """Why steps on a GPU are launched one by one, in words; None = they are recorded, or there is no GPU."""
+        return None if self._why_eager == NO_GPU else self._why_eager or self._passes.given_up
 
     def release_recordings(self) -> None:
         """Give back the memory of recorded passes, which the next steps record anew."""
