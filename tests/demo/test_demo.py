@@ -91,7 +91,7 @@ def test_help_says_what_it_costs_and_how_many_steps_there_are(capsys: pytest.Cap
     text = " ".join(capsys.readouterr().out.split())
     assert "about five minutes on two CPU cores" in text and "no GPU and no network" in text
     recipe = yaml.safe_load((Path(longrecall.__file__).parent / "assets" / "demo" / "recipe.yaml").read_text())
-    assert f"training steps of either run; fewer take less time and show less [{recipe['run']['steps']}]" in text
+    assert f"training steps of each of the two runs; fewer are quicker and show less [{recipe['run']['steps']}]" in text
 
 
 def test_only_a_demo_that_was_interrupted_is_cleared(tmp_path: Path) -> None:

@@ -284,4 +284,4 @@ def test_the_verb_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["serve", str(tmp_path), "--bank", str(tmp_path / "txts")]) == 2
     told = capsys.readouterr().err.splitlines()
     assert [line.startswith("longrecall: error: ") for line in told] == [True] * 3
-    assert "txts is no folder" in told[2]
+    assert "txts is not a folder" in told[2]

@@ -77,9 +77,9 @@ def test_the_help_shows_it_with_its_options_and_flags(
     assert main(["expand", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "or more_heads (RetNet)" in text
-    assert "options of more_heads, which takes --init preserve" in text
+    assert "--set options of more_heads; its --init: preserve" in text
     assert "extra: number of new heads" in text
-    assert "--extra-heads H of more_heads: number of new heads; as --set extra=H" in text
+    assert "--extra-heads H more_heads: number of new heads; the same as --set extra=H" in text
 
 
 @torch.no_grad()

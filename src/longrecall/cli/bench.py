@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from longrecall.models.state import RecurrentState
     from longrecall.ops.backends import Backend
 
-HELP = "measure throughput of a checkpoint, or of the recurrences, on this machine"
+HELP = "measure how many tokens per second a checkpoint, or the recurrences alone, process on this machine"
 EXAMPLE = (
     "longrecall bench bigger/ --length 2k --batch 1\n  longrecall bench ops --length 512 --heads 4 --dim 64 --json"
 )
@@ -28,16 +28,20 @@ _MOST = 2**31 - 1
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
-    parser.add_argument("target", metavar="CKPT|ops", help="a checkpoint folder or hub id, or the word ops")
+    parser.add_argument(
+        "target", metavar="CKPT|ops", help="a checkpoint folder or hub id, or the word ops for the recurrences alone"
+    )
     parser.add_argument("--length", default="512", metavar="N", help="tokens per sequence: 512, 4k [%(default)s]")
-    parser.add_argument("--batch", type=int, default=1, help="sequences at once [%(default)s]")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs; their median counts [%(default)s]")
-    parser.add_argument("--decode-tokens", type=int, default=32, help="one-token steps per timed run [%(default)s]")
-    parser.add_argument("--heads", type=int, default=4, help="ops: heads [%(default)s]")
-    parser.add_argument("--dim", type=int, default=64, help="ops: key and value channels per head [%(default)s]")
-    parser.add_argument("--dtype", help="float32, bfloat16, ... [as stored; float32 for ops]")
+    parser.add_argument("--batch", type=int, default=1, help="sequences processed together [%(default)s]")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs, of which the median is shown [%(default)s]")
+    parser.add_argument(
+        "--decode-tokens", type=int, default=32, help="tokens generated, one at a time, per timed run [%(default)s]"
+    )
+    parser.add_argument("--heads", type=int, default=4, help="with ops: number of heads [%(default)s]")
+    parser.add_argument("--dim", type=int, default=64, help="with ops: key and value channels per head [%(default)s]")
+    parser.add_argument("--dtype", help="number format: float32, bfloat16, float16 [as stored; float32 for ops]")
     parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
-    parser.add_argument("--threads", type=int, help="threads of torch on the CPU [torch's own choice]")
+    parser.add_argument("--threads", type=int, help="CPU threads [PyTorch's own choice]")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 

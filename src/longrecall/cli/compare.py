@@ -19,16 +19,18 @@ _PLACES = ("length", "distance", "start", "end")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
-    parser.add_argument("first", metavar="A.json", help="a file written by eval --out")
-    parser.add_argument("second", metavar="B.json", help="another, with the same tasks, options, seed and samples")
-    parser.add_argument("--tasks", metavar="T,...", help="compare these only [all that both files hold]")
-    parser.add_argument("--metrics", metavar="M,...", help="compare these only [the first metric of each task]")
+    parser.add_argument("first", metavar="A.json", help="a result file, written by longrecall eval --out")
+    parser.add_argument(
+        "second", metavar="B.json", help="another result file with the same tasks, options, seed and samples"
+    )
+    parser.add_argument("--tasks", metavar="T,...", help="compare only these tasks [all that both files hold]")
+    parser.add_argument("--metrics", metavar="M,...", help="compare only these metrics [the first metric of each task]")
     parser.add_argument(
         "--alpha",
         type=float,
         default=0.05,
         metavar="X",
-        help="chance of any false verdict, over all cells [%(default)s]",
+        help="accepted chance that any verdict is wrong, over all cells together [%(default)s]",
     )
     parser.add_argument("--out", metavar="FILE", help="write the comparison as JSON")
     parser.add_argument("--force", action="store_true", help="replace FILE when it exists")
@@ -94,7 +96,7 @@ def _notes(comparison: Mapping[str, Any]) -> list[str]:
     alpha = settings["alpha"]
     notes = [
         f"tests: {methods}; Holm's correction over {settings['tests']}; verdicts at {alpha:g}",
-        "intervals are of single cells, not corrected",
+        "each interval is for its own cell, without that correction",
     ]
     prints = [comparison[which]["fingerprint"] for which in ("first", "second")]
     if prints[0] is not None and prints[0] == prints[1]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-HELP = "make a checkpoint of a training run's saved step, sharded over processes or not"
+HELP = "turn a saved step of a training run into a checkpoint, also a step that several GPUs wrote in parts"
 EXAMPLE = "longrecall consolidate runs/post_train --to trained/"
 
 
@@ -14,10 +14,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="RUN",
-        help="run.output of a recipe, whose newest complete step is taken; or one of its steps/step-... folders",
+        help="a run's output folder, of which the newest complete step is taken; or one of its steps/step-... folders",
     )
     parser.add_argument(
-        "--to", required=True, metavar="OUT", help="the folder to write; complete at the end, or not there"
+        "--to", required=True, metavar="OUT", help="the folder to write; it appears only when it is complete"
     )
     parser.add_argument("--force", action="store_true", help="replace OUT when it exists")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")

@@ -6,10 +6,10 @@ import argparse
 import json
 from pathlib import Path
 
-HELP = "the whole job on a small model that ships with the package: measure, enlarge, post-train, measure, report"
+HELP = "run every step on a small model that ships with the package: measure, enlarge, train, measure again, report"
 EXAMPLE = "longrecall demo --out runs/demo"
 _COST = """It takes about five minutes on two CPU cores and a few megabytes of disk. It needs no GPU and no network.
-The numbers differ a little from machine to machine. A finished demo is kept; --force replaces it."""
+The numbers differ a little from machine to machine. A finished demo is not overwritten; --force replaces it."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -17,10 +17,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = f"{parser.description}\n{_COST}"
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="output folder [%(default)s]")
-    add("--steps", type=int, metavar="N", help="training steps of either run; fewer take less time and show less [480]")
-    add("--samples", type=int, default=1024, metavar="N", help="answers per cell [%(default)s]")
-    add("--force", action="store_true", help="replace what DIR holds, such as a finished demo")
-    add("--json", action="store_true", help="print where everything lies and the summaries as JSON instead of a table")
+    add(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="training steps of each of the two runs; fewer are quicker and show less [480]",
+    )
+    add(
+        "--samples",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="answers per length of the list, before and after [%(default)s]",
+    )
+    add("--force", action="store_true", help="delete what DIR holds, such as a finished demo, and start again")
+    add("--json", action="store_true", help="print the paths of the files and the results as JSON, not a table")
 
 
 def run(args: argparse.Namespace) -> int:

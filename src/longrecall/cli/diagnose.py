@@ -13,7 +13,7 @@ from longrecall.errors import UserError
 from longrecall.tables import aligned, in_runs
 from longrecall.units import format_length, parse_length
 
-HELP = "look at a checkpoint far past its training length and say which remedy it needs"
+HELP = "test a checkpoint on texts far longer than it was trained on, and say which remedy it needs"
 EXAMPLE = "longrecall diagnose CKPT --text book.txt --multiple 16 --out diagnosis.json"
 
 
@@ -21,31 +21,59 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
     add = parser.add_argument
     add("checkpoint", metavar="CKPT", help="a checkpoint folder or hub id")
-    add("--text", required=True, metavar="FILE", help="running text, UTF-8, that the model was not trained on")
-    add("--multiple", type=int, default=16, metavar="N", help="how far to look, in training lengths [%(default)s]")
-    add("--training-length", metavar="N", help="tokens: 512, 4k [the checkpoint's context_length]")
-    add("--sequences", type=int, default=8, metavar="S", help="windows of the text at most [%(default)s]")
-    parts = add("--parts", metavar="P,...", help="perplexity, state, remembrance, recall [all that fit the model]")
+    add("--text", required=True, metavar="FILE", help="a UTF-8 text, such as a book, that the model was not trained on")
+    add(
+        "--multiple",
+        type=int,
+        default=16,
+        metavar="N",
+        help="longest text to test, as a multiple of the training length [%(default)s]",
+    )
+    add(
+        "--training-length",
+        metavar="N",
+        help="length in tokens that the model was trained at: 512, 4k [the checkpoint's context_length]",
+    )
+    add("--sequences", type=int, default=8, metavar="S", help="most windows of the text to read [%(default)s]")
+    parts = add(
+        "--parts", metavar="P,...", help="measurements: perplexity, state, remembrance, recall [all that fit the model]"
+    )
     completed(parts, ("perplexity", "state", "remembrance", "recall"), several=True)
-    add("--starts", metavar="T,...", help="remembrance: tokens to leave out, 0,128,1k [a grid of about 15]")
-    add("--recall-samples", type=int, default=40, metavar="N", help="first pass keys per length [%(default)s]")
+    add(
+        "--starts",
+        metavar="T,...",
+        help="remembrance: how many first tokens to leave out, such as 0,128,1k [about 15 values]",
+    )
+    add(
+        "--recall-samples",
+        type=int,
+        default=40,
+        metavar="N",
+        help="recall: pass keys per length in the first round [%(default)s]",
+    )
     add(
         "--recall-doublings",
         type=int,
         default=3,
         metavar="N",
-        help="ask as many pass keys again, N times at most, where it is not sure that half are recalled [%(default)s]",
+        help="recall: double the pass keys up to N times while it is unclear whether half are recalled [%(default)s]",
     )
-    add("--seed", type=int, default=0, metavar="N", help="seed of pass keys and intervals [%(default)s]")
-    add("--out", metavar="FILE", help="write the result as JSON; what is finished is kept in FILE.partial meanwhile")
-    add("--resume", action="store_true", help="skip what an interrupted run with the same settings finished")
-    add("--force", action="store_true", help="start over and replace FILE, and what an interrupted run has left")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the pass keys and of the intervals [%(default)s]")
+    add("--out", metavar="FILE", help="write the result as JSON; until the end, finished parts are in FILE.partial")
+    add("--resume", action="store_true", help="skip what an interrupted run with the same settings has finished")
+    add("--force", action="store_true", help="start again; replace FILE and what an interrupted run has left")
     add("--json", action="store_true", help="print the result as JSON instead of tables")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
-    machine.add_argument("--dtype", metavar="D", help="float32, bfloat16, float16 [as stored]")
-    machine.add_argument("--batch-tokens", default="2k", metavar="N", help="tokens per forward pass [%(default)s]")
-    machine.add_argument("--segment-tokens", default="256", metavar="N", help="columns read at once [%(default)s]")
+    machine.add_argument(
+        "--dtype", metavar="D", help="number format of the weights: float32, bfloat16, float16 [as stored]"
+    )
+    machine.add_argument(
+        "--batch-tokens", default="2k", metavar="N", help="most tokens in one forward pass [%(default)s]"
+    )
+    machine.add_argument(
+        "--segment-tokens", default="256", metavar="N", help="tokens of each row read at once [%(default)s]"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,17 +7,17 @@ import json
 
 from longrecall.errors import UserError
 
-HELP = "say what is installed, what is missing for what, and which kernels run on this machine"
+HELP = "say which packages are installed, what the missing ones are needed for, and which kernels run here"
 EXAMPLE = "longrecall doctor --json"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
     parser.description = (
-        f"{parser.description}\nIt imports what is installed, in processes of their own, and writes nothing. The exit"
-        " code is 0 when the\nbase works, whatever extra is missing, and 2 when it does not."
+        f"{parser.description}\nEach package is imported in a separate process. Nothing is written.\nThe exit code is 0"
+        " when the required packages work, even if optional ones are missing, and 2 otherwise."
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

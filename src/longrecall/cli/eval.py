@@ -27,41 +27,60 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument
     add("checkpoint", metavar="CKPT", help="a checkpoint folder or hub id")
-    names = f"comma-separated, of {', '.join(task_names())} and lm_eval:NAME [{_TASKS}]"
+    names = f"tasks, with commas: {', '.join(task_names())} and lm_eval:NAME [{_TASKS}]"
     completed(add("--tasks", metavar="T,...", help=names), (*task_names(), "lm_eval:"), several=True)
     others = [(name, unit) for name in task_names() if (unit := declaration_of(name).length_unit) != "tokens"]
-    units = "".join(f"; {unit}: {name}" for name, unit in others)
-    add("--lengths", metavar="N,...", help=f"in tokens{units} [{_LENGTHS}]")
-    add("--samples", type=int, metavar="N", help=f"answers per cell, text windows at most [{_SAMPLES}]")
+    units = "".join(f"; for {name} in {unit}" for name, unit in others)
+    add("--lengths", metavar="N,...", help=f"text lengths in tokens{units} [{_LENGTHS}]")
+    add(
+        "--samples",
+        type=int,
+        metavar="N",
+        help=f"answers per task, length and setting; bits_per_byte: most windows of text [{_SAMPLES}]",
+    )
     add("--seed", type=int, default=0, metavar="N", help="seed of the samples [%(default)s]")
     texts = [f"{name}.{option}" for name in task_names() if (option := declaration_of(name).text_option)]
-    add("--text", metavar="FILE", help=f"a UTF-8 text, for {', '.join(texts)}")
-    add("--out", metavar="FILE", help="write the result as JSON; finished examples are kept in FILE.partial meanwhile")
-    add("--resume", action="store_true", help="skip what a run with the same settings has finished already")
-    add("--force", action="store_true", help="start over and replace FILE, and what an interrupted run has left")
+    add("--text", metavar="FILE", help=f"a UTF-8 text; it becomes these options: {', '.join(texts)}")
+    add("--out", metavar="FILE", help="write the result as JSON; until the end, finished examples are in FILE.partial")
+    add(
+        "--resume",
+        action="store_true",
+        help="skip the examples that an interrupted run with the same settings has finished",
+    )
+    add("--force", action="store_true", help="start again; replace FILE and what an interrupted run has left")
     add("--json", action="store_true", help="print the result as JSON instead of a table")
     add(
         "--option",
         action="append",
         default=[],
         metavar="T.K=V",
-        help="any option of a task, such as passkey.digits=7; several values with commas; repeat for several options",
+        help="set an option of a task, such as passkey.digits=7 (several values with commas); may be repeated",
     )
     add_suite_options(parser)
     add_task_flags(parser)
     search = parser.add_argument_group("maximum recall length")
-    search.add_argument("--search", metavar="N", help="grow one task's length up to N, until it is recalled no more")
-    search.add_argument("--step", default="512", metavar="N", help="tokens from one length to the next [%(default)s]")
+    search.add_argument(
+        "--search", metavar="N", help="find the longest text at which one task is still recalled, up to N tokens"
+    )
+    search.add_argument(
+        "--step", default="512", metavar="N", help="step between the lengths tried, in tokens [%(default)s]"
+    )
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
-    machine.add_argument("--dtype", metavar="D", help="float32, bfloat16, float16 [as stored]")
+    machine.add_argument(
+        "--dtype", metavar="D", help="number format of the weights: float32, bfloat16, float16 [as stored]"
+    )
     add_quantize(machine)
     machine.add_argument(
-        "--batch-tokens", default="16k", metavar="N", help="tokens per forward pass at most [%(default)s]"
+        "--batch-tokens", default="16k", metavar="N", help="most tokens in one forward pass [%(default)s]"
     )
-    machine.add_argument("--segment-tokens", default="2k", metavar="N", help="columns read at once [%(default)s]")
     machine.add_argument(
-        "--compile", action="store_true", help="torch.compile the layers: pays for many samples of few lengths"
+        "--segment-tokens", default="2k", metavar="N", help="tokens of each row read at once [%(default)s]"
+    )
+    machine.add_argument(
+        "--compile",
+        action="store_true",
+        help="run the layers through torch.compile: faster for many samples of few lengths",
     )
 
 
@@ -121,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(json.dumps(result, indent=1) if args.json else as_table(result))
     if result["settings"].get("search", {}).get("at_least"):
-        print("recalled up to the last length that was tried: a greater --search may find more", file=sys.stderr)
+        print("recalled up to the last length that was tried; a larger --search may find a longer one", file=sys.stderr)
     if args.out is not None:
         print(f"written to {args.out}", file=sys.stderr)
     return 0

@@ -14,8 +14,13 @@ from longrecall.errors import UserError
 if TYPE_CHECKING:
     from longrecall.surgery.method import Option
 
-HELP = "enlarge the memory of a checkpoint, in chosen layers: its recurrent state, or retrieval beside it"
+HELP = "give chosen layers of a checkpoint a larger recurrent state, or retrieval from the text read so far"
 EXAMPLE = "longrecall expand base/ bigger/ --method grow_state --layers every:12 --init preserve --set state_dim=512"
+_INIT = (
+    "how the enlarged layers start [%(default)s]. preserve: the model answers as before. perturb: as preserve, with "
+    "noise on old weights. handover: fresh weights take over during training. reinit: fresh weights, as in the papers. "
+    "inherit: the papers' comparison"
+)
 _PLACE = "option_"
 """Before the names of options in the parsed arguments, where another argument may have the same name."""
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
@@ -28,36 +33,38 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     methods = [f"{method.name} ({method.fitting})" for method in METHODS.values()]
     parser.add_argument("checkpoint", metavar="CKPT", help="the checkpoint to start from; it is not changed")
-    parser.add_argument("output", metavar="OUT", help="the folder to write; complete at the end, or not there")
+    parser.add_argument("output", metavar="OUT", help="the folder to write; it appears only when it is complete")
     completed(parser.add_argument("--method", required=True, help=_either(methods)), METHODS)
-    layers = "every:M, first:N, all, or 0,6,12 [%(default)s]"
+    layers = "layers to enlarge: every:M (0, M, 2M, ...), first:N, all, or numbers such as 0,6,12 [%(default)s]"
     completed(parser.add_argument("--layers", default="every:6", help=layers), ("all", "every:", "first:"))
-    completed(parser.add_argument("--init", default="preserve", help=f"{_either(INITS)} [%(default)s]"), INITS)
+    completed(parser.add_argument("--init", default="preserve", help=_INIT), INITS)
     for flag, owners in _shorthands().items():
         option = next(iter(owners.values()))
-        what = "; ".join(f"of {method}: {declared.help}" for method, declared in owners.items())
+        what = "; ".join(f"{method}: {declared.help}" for method, declared in owners.items())
         parser.add_argument(
             flag,
             dest=_PLACE + option.name,
             type=option.kind,
             metavar=option.letter,
-            help=f"{what}; as --set {option.name}={option.letter}",
+            help=f"{what}; the same as --set {option.name}={option.letter}",
         )
-    parser.add_argument("--seed", type=int, default=0, help="of the fresh numbers [%(default)s]")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random new weights [%(default)s]")
     parser.add_argument(
         "--set",
         dest="options",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="an option of the method, e.g. factor=4, state_dim=512, shrink=0.5, statex=true; repeatable",
+        help="an option of the method, e.g. factor=4 or statex=true (all are listed below); may be repeated",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing; needs no weights")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would change and write nothing; reads no weights"
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT when it exists")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     for method in METHODS.values():
         lines = (f"  {option.name}: {option.help}" for option in method.options)
-        title = f"options of {method.name}, which takes --init {_either(method.inits)}; each as --set KEY=VALUE"
+        title = f"--set options of {method.name}; its --init: {_either(method.inits)}"
         parser.add_argument_group(title, "\n".join(lines))
 
 

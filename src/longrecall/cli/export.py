@@ -7,7 +7,7 @@ import json
 
 from longrecall.cli.completion import completed
 
-HELP = "write a checkpoint in the format of another library, which then loads it without longrecall"
+HELP = "write a checkpoint in the format of another library, which can load it without longrecall"
 EXAMPLE = "longrecall export bigger/ stock/ --to transformers_mamba2 --pad-states"
 
 
@@ -17,25 +17,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     formats = [name for name, form in FORMATS.items() if form.stock_config is not None]
     parser.add_argument("checkpoint", metavar="CKPT", help="the checkpoint to export; it is not changed")
-    parser.add_argument("output", metavar="OUT", help="the folder to write; complete at the end, or not there")
+    parser.add_argument("output", metavar="OUT", help="the folder to write; it appears only when it is complete")
     to = parser.add_argument(
         "--to",
         metavar="FORMAT",
-        help=f"{', '.join(formats)}; or auto_map: any model, with code by which transformers finds longrecall [the "
+        help=f"{', '.join(formats)}; or auto_map, for any model: transformers loads it, with longrecall installed [the "
         "format that CKPT was read from]",
     )
     completed(to, (*formats, "auto_map"))
     parser.add_argument(
         "--pad-states",
         action="store_true",
-        help="fill layers with smaller states up with channels that add nothing, so that all layers are alike",
+        help="make all layers the same size: smaller states get extra channels that change no answer",
     )
     parser.add_argument(
         "--new-config",
         action="store_true",
-        help="make config.json anew, not after the one that CKPT was read from",
+        help="write a new config.json instead of adapting the one of the original checkpoint",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print sizes and what padding costs, write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the sizes and the cost of padding; write nothing")
     parser.add_argument("--force", action="store_true", help="replace OUT when it exists")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 

@@ -30,24 +30,41 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
     parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint folder or hub id")
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="what to continue")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file that holds it; - is standard input")
-    parser.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="how many to write [64; 0 with --save-state, which only reads]"
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    prompt.add_argument(
+        "--prompt-file", metavar="FILE", help="a UTF-8 file with the text to continue; - is standard input"
     )
     parser.add_argument(
-        "--temperature", type=float, metavar="T", help="sample; without it the likeliest token is taken"
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="most tokens to write [64; with --save-state 0, that is, only read]",
     )
-    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that sum up to P")
-    parser.add_argument("--beams", type=int, default=1, metavar="N", help="beam search with N beams [%(default)s]")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
-    parser.add_argument("--save-state", metavar="FILE", help="keep the state after the prompt")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="sample at this temperature [always take the likeliest token]"
+    )
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="sample only from the likeliest tokens, whose probabilities sum to P"
+    )
+    parser.add_argument(
+        "--beams",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of beams of the beam search; 1 = no beam search [%(default)s]",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling [%(default)s]")
+    parser.add_argument("--save-state", metavar="FILE", help="write the state after the prompt to FILE")
     parser.add_argument("--force", action="store_true", help="with --save-state: replace FILE when it exists")
-    parser.add_argument("--load-state", metavar="FILE", help="start from a kept state: the prompt is what comes after")
-    parser.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 [as stored]")
+    parser.add_argument(
+        "--load-state",
+        metavar="FILE",
+        help="start from the state in FILE: the prompt continues the text that was read there",
+    )
+    parser.add_argument("--dtype", help="number format of the weights: float32, bfloat16, float16 [as stored]")
     add_quantize(parser)
     parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
-    parser.add_argument("--json", action="store_true", help="print text and counts as JSON")
+    parser.add_argument("--json", action="store_true", help="print the new text and the token counts as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -137,7 +154,7 @@ def read_last(model: RecurrentLM, token: int, state: RecurrentState) -> Recurren
         out = model(torch.tensor([[token]], device=model.device), past_key_values=state, use_cache=True)
     if not bool(torch.isfinite(out.logits).all()):
         raise UserError(
-            "after the prompt the model's logits are NaN or infinite, so there is nothing to write or keep; "
+            "after the prompt the model's logits are NaN or infinite, so it cannot go on. Nothing was saved. "
             "longrecall diagnose CKPT --text FILE says which layer breaks, and where"
         )
     after: RecurrentState = out.past_key_values
@@ -177,8 +194,8 @@ def continue_from(
             if "probability tensor contains" not in str(error):
                 raise
             raise UserError(
-                "the probabilities of a next token became NaN or infinite while sampling; "
-                "use a --temperature nearer to 1, a wider --dtype, or look at the model with longrecall diagnose"
+                "the probabilities of the next token became NaN or infinite while sampling. Use a --temperature "
+                "nearer to 1 or --dtype float32, or test the model with longrecall diagnose"
             ) from error
     return [int(token) for token in out[0, 1:]]
 
@@ -191,9 +208,11 @@ def _check(args: argparse.Namespace) -> None:
     if args.max_new_tokens is not None and args.max_new_tokens < 0:
         raise UserError(f"--max-new-tokens must be at least 0, got {args.max_new_tokens}")
     if args.max_new_tokens == 0 and args.save_state is None:
-        raise UserError("--max-new-tokens 0 writes nothing; give --save-state to only read")
+        raise UserError("--max-new-tokens 0 would write nothing; to only read the prompt, give --save-state as well")
     if args.temperature is not None and not 0 < args.temperature < float("inf"):
-        raise UserError(f"--temperature must be above 0, got {args.temperature}; leave it out for the likeliest token")
+        raise UserError(
+            f"--temperature must be above 0, got {args.temperature}; without the option the likeliest token is taken"
+        )
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise UserError(f"--top-p must be above 0 and at most 1, got {args.top_p}")
     if args.beams < 1:

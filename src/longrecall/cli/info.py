@@ -27,20 +27,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "checkpoint",
         metavar="CKPT",
         nargs="?",
-        help="a checkpoint folder (config.json alone is enough), a hub id, or FILE.json (a config or description)",
+        help="a checkpoint folder (its config.json is enough), a hub id, or FILE.json (a config or a model "
+        "description)",
     )
     parser.add_argument(
         "--context",
         default=None,
         metavar="N",
-        help="tokens at which to count key-value caches: 512, 4k, 1m [training context]",
+        help="text length in tokens for the size of key-value caches: 512, 4k, 1m [the training length]",
     )
     parser.add_argument(
         "--backends",
         action="store_true",
-        help="instead: list the implementations of all ops, usable here or not; with CKPT what each layer would take",
+        help="list the implementations of all ops and whether they run here; with CKPT, which one each layer would use",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -187,7 +188,7 @@ def _travelling_lines(kept: dict[str, Any]) -> list[str]:
         return []
     return [
         f"not counted        {kept['parameters']:,} parameters in {kept['tensors']:,} tensors of parts that longrecall"
-        " does not run (vision and the like); they are kept as they are"
+        " does not run, such as vision; they are kept unchanged"
     ]
 
 
@@ -195,8 +196,8 @@ def _retrieval_lines(kept: dict[str, Any]) -> list[str]:
     if not kept["bytes"]:
         return []
     return [
-        f"retrieval          {format_bytes(kept['bytes'])} at {kept['context']:,} tokens: their ids, and of each layer"
-        " a vector a chunk"
+        f"retrieval          {format_bytes(kept['bytes'])} at {kept['context']:,} tokens: their ids, and one vector per"
+        " chunk and layer"
     ]
 
 
@@ -204,9 +205,7 @@ def _average_lines(cache: dict[str, Any]) -> list[str]:
     ratio = cache["transformer_to_state"]
     if ratio is None:
         return []
-    return [
-        f"  in numbers       its cache holds, on average over that context, {ratio:,.2f} times as many as the state"
-    ]
+    return [f"  in numbers       averaged over that context, its cache is {ratio:,.2f} times as large as the state"]
 
 
 def _surgery_line(record: dict[str, Any]) -> str:

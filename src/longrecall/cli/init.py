@@ -7,19 +7,21 @@ import json
 
 from longrecall.errors import UserError
 
-HELP = "write a fresh, untrained checkpoint of a model description"
+HELP = "write an untrained checkpoint from a model description"
 EXAMPLE = "longrecall init recipes/configs/gated_delta_net_400m_e8.json fresh/ --tokenizer bytes"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
-    parser.add_argument("description", metavar="FILE.json", help="what the model is; recipes/configs/ has examples")
-    parser.add_argument("output", metavar="OUT", help="the folder to write; complete at the end, or not there")
-    parser.add_argument("--tokenizer", default=None, help="a checkpoint folder to copy it from, or bytes")
-    parser.add_argument("--seed", type=int, default=0, help="of all numbers [%(default)s]")
-    parser.add_argument("--dtype", default="float32", help="storage type of the weights [%(default)s]")
+    parser.add_argument("description", metavar="FILE.json", help="the model description; recipes/configs/ has examples")
+    parser.add_argument("output", metavar="OUT", help="the folder to write; it appears only when it is complete")
+    parser.add_argument(
+        "--tokenizer", default=None, help="a checkpoint folder whose tokenizer is copied, or bytes: one token per byte"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights [%(default)s]")
+    parser.add_argument("--dtype", default="float32", help="number format of the stored weights [%(default)s]")
     parser.add_argument("--force", action="store_true", help="replace OUT when it exists")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print the model's size as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -43,7 +43,7 @@ VERBS = (
 )
 """In the order in which they are used; the verb `x` lives in `longrecall.cli.x`."""
 
-_DESCRIPTION = "Give a linear-recurrent language model a bigger and better memory, and prove it."
+_DESCRIPTION = "Give a language model with a fixed-size memory a bigger one, and measure what it remembers."
 _AFTER_THE_FIRST = 5.0
 """Seconds that other processes than the first wait before they end, or say what is wrong."""
 _FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -78,11 +78,11 @@ def build_parser(verbs: Sequence[str] = VERBS, arguments: bool = True) -> argpar
     parser = _Parser(
         prog="longrecall",
         description=_DESCRIPTION,
-        epilog="Begin with longrecall demo. longrecall VERB --help explains a verb, with an example.",
+        epilog="Start with longrecall demo. longrecall VERB --help explains a verb and gives an example.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"longrecall {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show the traceback when longrecall itself fails")
+    parser.add_argument("--debug", action="store_true", help="when longrecall itself fails, show the traceback")
     children = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
     for name in verbs:
         verb = cast(Verb, importlib.import_module(f"longrecall.cli.{name}"))
@@ -194,12 +194,12 @@ def _system_failure(error: BaseException) -> str | None:
             place = f" {seen.filename}" if seen.filename else ""
         # safetensors and torch's writer report a full disk as their own exceptions, with the system's words in them.
         if code in _FULL_DISK or "No space left on device" in str(seen):
-            return f"no space left while writing{place}; free some space or choose another place"
+            return f"no space left on the disk while writing{place}; free some space or choose another disk"
         # torch says it in whatever the process is doing just then.
         if isinstance(seen, RuntimeError) and "DataLoader worker (pid" in str(seen):
-            return f"a data worker has ended ({seen}); most often memory ran out: lower data.workers and --resume"
+            return f"a data worker has ended ({seen}). Most often memory ran out: lower data.workers and use --resume"
         if code in _FORBIDDEN:
-            return f"no permission to use{place or ' a file'}; change its permissions or choose another place"
+            return f"no permission to use{place or ' a file'}; change its permissions or choose another path"
         seen = seen.__cause__ or seen.__context__
     return None
 
@@ -219,7 +219,7 @@ def _short_memory(error: BaseException) -> str | None:
     while seen is not None:
         if ran_out_of_memory(seen):
             reason = next(iter(str(seen).splitlines()), "") or "the system gave no number"
-            return f"memory ran out ({reason}); ask for less at once: a smaller size, batch, length or dtype"
+            return f"memory ran out ({reason}); use a smaller model, batch, length or dtype"
         seen = seen.__cause__ or seen.__context__
     return None
 

@@ -10,5 +10,5 @@ KINDS = ("int8", "fp8")
 def add_quantize(parser: argparse._ActionsContainer) -> None:
     """Add it."""
     parser.add_argument(
-        "--quantize", choices=KINDS, help="linear layers get weights of one byte a number (needs torchao) [as they are]"
+        "--quantize", choices=KINDS, help="store the weights of linear layers in one byte each; needs torchao [off]"
     )

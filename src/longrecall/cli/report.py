@@ -7,7 +7,7 @@ import json
 
 from longrecall.errors import UserError
 
-HELP = "make one self-contained HTML page from result files"
+HELP = "make one HTML page from result files, with all its plots inside"
 EXAMPLE = (
     "longrecall report before.json after.json plain.json run/training.json -o report.html --label control=plain.json"
 )
@@ -15,7 +15,7 @@ EXAMPLE = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
-    parser.add_argument("results", nargs="+", metavar="RESULT", help="files written by eval, diagnose, train and sweep")
+    parser.add_argument("results", nargs="+", metavar="RESULT", help="result files of eval, diagnose, train and sweep")
     parser.add_argument("-o", "--out", required=True, metavar="FILE.html", help="the page to write")
     parser.add_argument("--force", action="store_true", help="replace FILE.html when it exists")
     parser.add_argument(
@@ -23,10 +23,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=FILE",
-        help="call a file so; before and after are compared, control is plain continued training; repeatable",
+        help="name of a file on the page. before and after are compared; control is the same training without a "
+        "larger memory. May be repeated",
     )
     parser.add_argument("--title", help="heading of the page")
-    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
+    parser.add_argument("--json", action="store_true", help="print the path and size of the page as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

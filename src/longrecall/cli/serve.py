@@ -11,7 +11,7 @@ from longrecall.cli.quantize_option import add_quantize
 from longrecall.errors import UserError
 from longrecall.files import expand_home
 
-HELP = "answer requests over HTTP, many at once, in OpenAI's completions and chat protocol"
+HELP = "answer many requests at once over HTTP, with OpenAI's protocol for completions and chat"
 EXAMPLE = (
     "longrecall serve bigger/ --port 8000 --bank texts/\n"
     "  curl localhost:8000/v1/completions -H 'Content-Type: application/json' "
@@ -22,24 +22,50 @@ EXAMPLE = (
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
     parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint folder or hub id")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on [%(default)s: this machine alone]")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 = any that is free [%(default)s]")
-    parser.add_argument("--name", help="what clients call the model [the folder's name]")
-    parser.add_argument("--slots", type=int, metavar="N", help="requests decoded together [64 on a GPU, 8 on a CPU]")
-    parser.add_argument("--queue", type=int, default=256, metavar="N", help="requests that may wait [%(default)s]")
     parser.add_argument(
-        "--room", type=int, default=8192, metavar="N", help="tokens of a request in models with attention [%(default)s]"
+        "--host", default="127.0.0.1", help="address to listen on [%(default)s: reached from this machine only]"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 = any free one [%(default)s]")
+    parser.add_argument("--name", help="name of the model in requests [the folder's name]")
+    parser.add_argument(
+        "--slots", type=int, metavar="N", help="requests that are answered at the same time [64 on a GPU, 8 on a CPU]"
     )
     parser.add_argument(
-        "--segment", type=int, metavar="N", help="prompt tokens read at once [8192 on a GPU, else 1024]"
+        "--queue",
+        type=int,
+        default=256,
+        metavar="N",
+        help="requests that may wait for a slot; further ones are refused [%(default)s]",
     )
-    parser.add_argument("--bank", metavar="FOLDER", help='states of texts that a request may come "after"')
     parser.add_argument(
-        "--prefix-memory", type=int, default=256, metavar="MIB", help="for beginnings that prompts share [%(default)s]"
+        "--room",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="models with attention: most tokens of a request, answer included [%(default)s]",
     )
-    parser.add_argument("--grace", type=float, default=30.0, metavar="S", help="seconds to finish in [%(default)s]")
-    parser.add_argument("--json", action="store_true", help="say where it listens as a line of JSON")
-    parser.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 [as stored]")
+    parser.add_argument(
+        "--segment", type=int, metavar="N", help="prompt tokens read in one pass [8192 on a GPU, else 1024]"
+    )
+    parser.add_argument(
+        "--bank", metavar="FOLDER", help='folder of saved states; a request names the one that it continues in "after"'
+    )
+    parser.add_argument(
+        "--prefix-memory",
+        type=int,
+        default=256,
+        metavar="MIB",
+        help="memory for the states of prompt beginnings that requests share [%(default)s]",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that running requests get to finish after a stop signal [%(default)s]",
+    )
+    parser.add_argument("--json", action="store_true", help="print the address it listens on as a line of JSON")
+    parser.add_argument("--dtype", help="number format of the weights: float32, bfloat16, float16 [as stored]")
     add_quantize(parser)
     parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 [cuda if there is one, else cpu]")
 
@@ -54,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--prefix-memory must be at least 0, got {args.prefix_memory}")
     if args.bank and not expand_home(args.bank).is_dir():
         raise UserError(
-            f"--bank {args.bank} is no folder; make it, and fill it with "
+            f"--bank {args.bank} is not a folder; make it, and put a state into it with "
             f"longrecall generate CKPT --prompt-file TEXT --save-state {Path(args.bank) / 'NAME.safetensors'}"
         )
     import asyncio

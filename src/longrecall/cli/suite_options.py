@@ -35,18 +35,24 @@ class PrintAndExit(argparse.Action):
 
 def add_suite_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments about the papers' suites and the harness."""
-    group = parser.add_argument_group("suites of the papers, lm-evaluation-harness (tasks named lm_eval:NAME)")
-    suite = "tasks, lengths and options of a paper; NAME:offline for what needs no network"
+    group = parser.add_argument_group(
+        "suites of the papers, and lm-evaluation-harness (its tasks are named lm_eval:NAME)"
+    )
+    suite = "use the tasks, lengths and options of a paper; NAME:offline takes only those that need no network"
     completed(group.add_argument("--suite", metavar="NAME", help=suite), _suite_names)
     group.add_argument(
-        "--list-suites", action=PrintAndExit, make=_suites, default=argparse.SUPPRESS, help="say what each suite runs"
+        "--list-suites",
+        action=PrintAndExit,
+        make=_suites,
+        default=argparse.SUPPRESS,
+        help="list the suites and what each one runs",
     )
     group.add_argument(
         "--harness-path",
         action=PrintAndExit,
         make=_path,
         default=argparse.SUPPRESS,
-        help="print the folder with our tasks for lm_eval --include_path",
+        help="print the folder with longrecall's tasks, for lm_eval --include_path",
     )
 
 

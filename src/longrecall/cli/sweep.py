@@ -14,23 +14,25 @@ EXAMPLE = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file; docs/sweep.md lists every key")
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file; docs/reference/recipes.md lists every key")
     parser.add_argument(
         "--set",
         dest="overrides",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="override a key of the recipe, e.g. training.epochs=8 or tasks.0.settings.pairs=8; repeatable",
+        help="override a key of the recipe, e.g. training.epochs=8 or tasks.0.settings.pairs=8; may be repeated",
     )
-    parser.add_argument("--resume", action="store_true", help="keep the rows of earlier calls, train only the others")
-    parser.add_argument("--force", action="store_true", help="start over and replace the rows of earlier calls")
-    parser.add_argument("--retry", action="store_true", help="with --resume: train again the runs that failed")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the results of earlier calls and train only what is missing"
+    )
+    parser.add_argument("--force", action="store_true", help="delete the results of earlier calls and start again")
+    parser.add_argument("--retry", action="store_true", help="with --resume: train the failed runs again")
     parser.add_argument(
         "--shard",
         metavar="I/N",
-        help="train every N-th run, beginning with the I-th (from 1), into a file of its own; "
-        "a last call with --resume and without --shard joins them",
+        help="train part I of N of the runs, into a separate file. A last call with --resume and without --shard joins "
+        "the parts",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="list the models with parameters, steps and runs; train nothing"
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from longrecall.errors import UserError
 
     if args.retry and not args.resume:
-        raise UserError("--retry goes with --resume: without it every run is trained anyway")
+        raise UserError("--retry needs --resume; without --resume every run is trained anyway")
     from longrecall.files import check_no_input
     from longrecall.sweep.grid import parse_shard, runs_of, shard
     from longrecall.sweep.recipe import SweepRecipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-HELP = "make token files of texts, for training data of the size of a corpus"
+HELP = "turn texts into files of token ids, once, so that training on a large corpus reads them quickly"
 EXAMPLE = "longrecall tokenize shards/*.jsonl.zst --tokenizer base/ --out tokens/ --workers 8"
 
 
@@ -15,18 +15,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="files, folders or patterns of one kind (.txt, .jsonl, .jsonl.zst, .jsonl.gz, .parquet); or one recipe "
-        "(.yaml), of which every source of texts is tokenised, into OUT/0, OUT/1 and so on",
+        help="files, folders or patterns of one kind: .txt, .jsonl, .jsonl.zst, .jsonl.gz or .parquet. Or one recipe "
+        "(.yaml): each of its text sources is tokenised, into OUT/0, OUT/1 and so on",
     )
     parser.add_argument(
         "--tokenizer",
         metavar="CKPT",
-        help="folder or hub id of the checkpoint that will be trained [of a recipe: its model.checkpoint]",
+        help="folder or hub id of the checkpoint that will be trained [with a recipe: its model.checkpoint]",
     )
-    parser.add_argument("--out", required=True, help="the folder to write; complete at the end, or not there")
-    parser.add_argument("--kind", choices=("text", "jsonl", "parquet"), help="of the files [told by their names]")
-    parser.add_argument("--field", default="text", help="key or column that holds the document [text]")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes; 0 = this one alone [one for each core]")
+    parser.add_argument("--out", required=True, help="the folder to write; it appears only when it is complete")
+    parser.add_argument("--kind", choices=("text", "jsonl", "parquet"), help="file format [judged by the file names]")
+    parser.add_argument("--field", default="text", help="JSON key or Parquet column with the text of a document [text]")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="worker processes; 0 = none, work in this one [one per core]"
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT when it exists")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 

@@ -8,41 +8,46 @@ from typing import Any
 
 from longrecall.errors import RefusedTogether, UserError, first_process
 
-HELP = "train a checkpoint as a YAML recipe says"
+HELP = "train a checkpoint; a YAML recipe says on what and how"
 EXAMPLE = "longrecall train recipes/post_train.yaml --set model.checkpoint=bigger/ --set optimizer.touched=10x"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file; docs/training/recipe.md lists every key")
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file; docs/reference/recipes.md lists every key")
     parser.add_argument(
         "--set",
         dest="overrides",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="override a key of the recipe, e.g. run.steps=500 or data.sources.0.weight=2; repeatable",
+        help="override a key of the recipe, e.g. run.steps=500 or data.sources.0.weight=2; may be repeated",
     )
     parser.add_argument(
-        "--resume", action="store_true", help="continue the newest checkpoint in the output folder exactly"
+        "--resume", action="store_true", help="continue exactly from the newest checkpoint in the output folder"
     )
+    parser.add_argument("--force", action="store_true", help="delete the run in the output folder and start again")
     parser.add_argument(
-        "--force", action="store_true", help="begin anew and remove the run that the output folder holds"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check everything and print the plan; read no weights, write nothing"
+        "--dry-run",
+        action="store_true",
+        help="check the recipe and its data and print the plan; reads no weights, writes nothing",
     )
     parser.add_argument(
         "--plan",
         action="store_true",
-        help="print bytes a GPU, FLOPs and hours; needs no GPU, no data and of the model only a config or FILE.json",
+        help="estimate memory per GPU, FLOPs and hours; needs no GPU and no data, and of the model only a config or "
+        "FILE.json",
     )
-    parser.add_argument("--gpus", type=int, default=None, metavar="N", help="with --plan: how many [1]")
+    parser.add_argument("--gpus", type=int, default=None, metavar="N", help="with --plan: number of GPUs [1]")
     parser.add_argument(
-        "--utilisation", type=float, default=None, metavar="X", help="with --plan: share of the peak reached [0.4]"
+        "--utilisation",
+        type=float,
+        default=None,
+        metavar="X",
+        help="with --plan: share of a GPU's peak speed that is reached [0.4]",
     )
     parser.add_argument(
-        "--peak-tflops", type=float, default=None, metavar="X", help="with --plan: of one GPU [an H200's]"
+        "--peak-tflops", type=float, default=None, metavar="X", help="with --plan: peak TFLOP/s of one GPU [an H200's]"
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
@@ -56,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
         return _plan(recipe, args)
     for name in ("gpus", "utilisation", "peak_tflops"):
         if getattr(args, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')} belongs to --plan; a run takes the GPUs that torchrun names")
+            raise UserError(
+                f"--{name.replace('_', '-')} belongs to --plan; torchrun --nproc-per-node sets the GPUs of a run"
+            )
     from longrecall.training.parallel.place import leave_group
     from longrecall.training.run import run_recipe
 
@@ -81,7 +88,7 @@ def _plan(recipe: Any, args: argparse.Namespace) -> int:
     from longrecall.training.planning import UTILISATION, Hardware, plan_run
 
     if args.resume or args.force or args.dry_run:
-        raise UserError("--plan counts and trains nothing: leave out --resume, --force and --dry-run")
+        raise UserError("--plan only estimates and trains nothing; leave out --resume, --force and --dry-run")
     gpus = 1 if args.gpus is None else args.gpus
     utilisation = UTILISATION if args.utilisation is None else args.utilisation
     found = plan_run(recipe, Hardware(gpus, args.peak_tflops, utilisation))
