@@ -80,7 +80,7 @@ def test_what_is_read_is_no_place_to_write(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "hard").hardlink_to(tmp_path / "book.txt")
     (tmp_path / "twin").write_text("precious")
     for path in ("book.txt", tmp_path / "book.txt", "./book.txt", "link", "hard"):
-        with pytest.raises(UserError, match=r"is a file that is read here, and would be replaced; choose another --x$"):
+        with pytest.raises(UserError, match=r"an input of this command and would be overwritten; choose another --x$"):
             check_no_input(path, [None, "gone", "book.txt"], "choose another --x")
     for path in (None, "twin", "new", tmp_path):
         check_no_input(path, [None, "gone", "book.txt", tmp_path])

@@ -73,10 +73,10 @@ def test_a_damaged_last_line_is_left_out_and_one_before_it_is_named(tmp_path: Pa
 
 def test_a_first_line_that_is_refused_is_an_error_even_alone(tmp_path: Path) -> None:
     def refuse(number: int, data: Any) -> None:
-        raise ValueError("it is no journal")
+        raise ValueError("it is not a journal")
 
     (tmp_path / "a").write_bytes(b"{}\n")
-    with pytest.raises(UserError, match=r"line 1 is damaged \(it is no journal\)"):
+    with pytest.raises(UserError, match=r"line 1 is damaged \(it is not a journal\)"):
         read_json_lines(tmp_path / "a", refuse)
 
 

@@ -186,7 +186,7 @@ def test_a_file_system_without_locks_is_said_and_used(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    with pytest.warns(UserWarning, match="keeps no locks"), hold(lock_file_in(tmp_path), "x", "advice"):
+    with pytest.warns(UserWarning, match="does not support locks"), hold(lock_file_in(tmp_path), "x", "advice"):
         assert not list(tmp_path.iterdir())
 
 

@@ -23,7 +23,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, there: bool) -> None:
     if there:
         target.parent.mkdir()
         target.write_text("precious")
-    reason = "it is a link, and results go through none: name .*target itself" if there else "which is not there"
+    reason = "results are not written through links; name .*target itself" if there else "which is not there"
     for action in (check_writable, lambda place: write_text(place, "x")):
         with pytest.raises(UserError, match=reason):
             action(link)
@@ -50,7 +50,7 @@ def test_devices_and_pipes_are_not_replaced(tmp_path: Path, linked: bool) -> Non
     if linked:
         path.symlink_to(pipe)
     for action in (check_writable, lambda place: write_text(place, "x")):
-        with pytest.raises(UserError, match="it is a device or a pipe, no file; choose another --out"):
+        with pytest.raises(UserError, match="it is a device or a pipe, not a file; choose another --out"):
             action(path)
     assert pipe.is_fifo() and path.is_symlink() == linked
 
@@ -58,12 +58,12 @@ def test_devices_and_pipes_are_not_replaced(tmp_path: Path, linked: bool) -> Non
 def test_the_output_of_the_process_is_no_file(tmp_path: Path) -> None:
     read, write = os.pipe()
     try:
-        with pytest.raises(UserError, match="it is a device or a pipe, no file"):
+        with pytest.raises(UserError, match="it is a device or a pipe, not a file"):
             check_writable(f"/dev/fd/{write}")
     finally:
         os.close(read)
         os.close(write)
-    with (tmp_path / "file").open("w") as file, pytest.raises(UserError, match="it is a link, and results go through"):
+    with (tmp_path / "file").open("w") as file, pytest.raises(UserError, match="results are not written through"):
         check_writable(f"/dev/fd/{file.fileno()}")
 
 
@@ -75,9 +75,9 @@ def test_states_take_the_place_of_no_link_and_no_device(tmp_path: Path) -> None:
     state.save(tmp_path / "target", "print")
     link.symlink_to(tmp_path / "target")
     os.mkfifo(pipe)
-    with pytest.raises(UserError, match="it is a link, and results go through none"):
+    with pytest.raises(UserError, match="it is a link, and results are not written through links"):
         state.save(link, "print")
-    with pytest.raises(UserError, match="it is a device or a pipe, no file; choose another place"):
+    with pytest.raises(UserError, match="it is a device or a pipe, not a file; choose another place"):
         state.save(pipe, "print")
     assert pipe.is_fifo() and sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "pipe", "target"]
 
@@ -85,7 +85,7 @@ def test_states_take_the_place_of_no_link_and_no_device(tmp_path: Path) -> None:
 def test_links_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(link)
-    with pytest.raises(UserError, match="its links lead in a circle"):
+    with pytest.raises(UserError, match="its symbolic links form a circle"):
         write_text(link, "x")
     assert [entry.name for entry in tmp_path.iterdir()] == ["link"]
 
@@ -129,7 +129,7 @@ def test_unfinished_work_is_kept_until_it_is_resumed_or_given_up(tmp_path: Path)
     journal.write_text("work")
     with claim_file(path):  # of a verb that cannot resume, and has no journals
         pass
-    with pytest.raises(UserError, match=r"out.json.partial.1 holds .* --resume goes on with it, --force starts over"):
+    with pytest.raises(UserError, match=r"out.json.partial.1 holds .* --resume continues it, --force starts over"):
         claim_file(path, resume=False).__enter__()
     for allowed in ({"resume": True}, {"resume": False, "force": True}):
         with claim_file(path, **allowed):
@@ -141,7 +141,7 @@ def test_unfinished_work_is_kept_until_it_is_resumed_or_given_up(tmp_path: Path)
 def test_no_output_lies_in_a_checkpoint(tmp_path: Path) -> None:
     folder = checkpoint_at(tmp_path / "model")
     (tmp_path / "link").symlink_to(folder)
-    words = "lies inside the checkpoint folder .*model, which holds nothing else; choose another --out$"
+    words = "lies inside the checkpoint folder .*model, which may hold nothing else; choose another --out$"
     for inside in (folder / "out", folder / "a" / "out", tmp_path / "link" / "out"):
         for claim in (claim_file, claim_folder, claim_new_folder):
             with pytest.raises(UserError, match=words):

@@ -69,7 +69,7 @@ def check_no_input(path: str | Path | None, inputs: Iterable[str | Path | None],
         if path is None or source is None or not (os.path.isfile(path) and os.path.isfile(source)):
             continue
         if os.path.samefile(path, source):
-            raise UserError(f"{path} is a file that is read here, and would be replaced; {advice}")
+            raise UserError(f"{path} is an input of this command and would be overwritten; {advice}")
 
 
 def place_of(path: Path) -> Path:
@@ -82,7 +82,7 @@ def place_of(path: Path) -> Path:
         raise IsADirectoryError(None, "it is a folder")
     # Asked of the path too: /dev/stdout leads to a pipe by a link whose words name no file.
     if any(known.exists() and not known.is_file() for known in (path, place)):
-        raise OSError(None, "it is a device or a pipe, no file")
+        raise OSError(None, "it is a device or a pipe, not a file")
     refuse_links(path)
     return place
 
@@ -99,11 +99,11 @@ def refuse_links(path: Path, *, into: bool = False) -> None:
             continue
         target = os.path.realpath(place)
         if os.path.islink(target):
-            raise OSError(None, "its links lead in a circle")
+            raise OSError(None, "its symbolic links form a circle")
         if not os.path.exists(target):
             raise OSError(None, f"{place} is a link to {target}, which is not there")
         if place == last and not into:
-            raise OSError(None, f"it is a link, and results go through none: name {target} itself")
+            raise OSError(None, f"it is a link, and results are not written through links; name {target} itself")
 
 
 def expand_home(path: str | Path) -> Path:
@@ -111,7 +111,7 @@ def expand_home(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise UserError(f"{path} begins with the home of a user who has none here; write the whole path") from None
+        raise UserError(f"{path} begins with the home folder of an unknown user; write the whole path") from None
 
 
 def cannot_write(path: str | Path, error: OSError, advice: str) -> UserError:

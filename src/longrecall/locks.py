@@ -124,7 +124,7 @@ def _acquire(file: Path) -> bool:
                 with contextlib.suppress(OSError):
                     file.unlink()
                 warnings.warn(
-                    f"the file system of {file.parent} keeps no locks: nothing stops a second writer there",
+                    f"the file system of {file.parent} does not support locks, so two runs could write there at once",
                     stacklevel=5,
                 )
                 return False

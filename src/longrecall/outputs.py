@@ -48,7 +48,7 @@ def claim_file(
         yield
         return
     if force and resume:
-        raise UserError("--force starts over and --resume goes on: give one of them")
+        raise UserError("--force starts over and --resume continues; give one of them")
     path = Path(path)
     with contextlib.ExitStack() as claim:
         try:
@@ -63,8 +63,7 @@ def claim_file(
         if not force and not resume:
             if resume is not None and (work := unfinished_work(path, unfinished)):
                 raise UserError(
-                    f"{work[0]} holds the work of a run that was interrupted; "
-                    f"--resume goes on with it, --force starts over, or {advice}"
+                    f"{work[0]} holds an interrupted run; --resume continues it, --force starts over, or {advice}"
                 )
             if place.exists():
                 goes_on = "" if resume is None else "--resume keeps it and does what is missing, "
@@ -149,4 +148,4 @@ def _refuse_checkpoints(path: Path, folder: Path, advice: str) -> None:
     """Raise `UserError` when `folder`, where `path` is to be written, is a checkpoint's or lies in one."""
     for place in (folder, *folder.parents):
         if is_checkpoint(place):
-            raise UserError(f"{path} lies inside the checkpoint folder {place}, which holds nothing else; {advice}")
+            raise UserError(f"{path} lies inside the checkpoint folder {place}, which may hold nothing else; {advice}")

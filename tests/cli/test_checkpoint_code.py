@@ -145,7 +145,7 @@ def test_code_of_a_checkpoint_never_runs(
         return
     (line,) = answer.err.splitlines()
     assert code == 2 and not (tmp_path / "out").exists()
-    assert f"{hostile / 'tokenizer_config.json'}: the tokenizer needs Python code of its own" in line
+    assert f"{hostile / 'tokenizer_config.json'}: the tokenizer needs its own Python code" in line
     assert "evil.Evil" in line and '"PreTrainedTokenizerFast"' in line
 
 
@@ -186,7 +186,7 @@ def test_every_spelling_of_needed_code_is_refused(
 ) -> None:
     rewrite(stray / "tokenizer_config.json", **tokenizer_config)
     rewrite(stray / "config.json", **config)
-    with pytest.raises(UserError, match=r"config\.json: the tokenizer needs Python code of its own \(.*evil\.Evil"):
+    with pytest.raises(UserError, match=r"config\.json: the tokenizer needs its own Python code \(.*evil\.Evil"):
         read_tokenizer(stray)
     assert not mark.exists()
 
@@ -210,7 +210,7 @@ def test_tokenizers_of_the_hub_come_without_code(
         return str(hostile)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(UserError, match="needs Python code of its own"):
+    with pytest.raises(UserError, match="needs its own Python code"):
         load_tokenizer("somebody/some-model", 258)
     assert not mark.exists() and not any(".py" in name or "safetensors" in name for name in asked)
 

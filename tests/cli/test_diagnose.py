@@ -77,7 +77,7 @@ def test_too_few_keys_are_said_to_be_too_few(
     assert main(words) == 0
     table = capsys.readouterr().out
     assert "maximum recall length above 0.5: 128 (none to 256), 0.6: none (none to 256)" in table
-    line = "unsure: whether recall ends is not settled: at 128 tokens accuracy is 0.600 (95% interval 0.231 to 0.882, 5"
+    line = "unsure: it is unclear whether recall ends: at 128 tokens accuracy is 0.600 (95% interval 0.231 to 0.882, 5"
     assert line in table and "--parts recall --recall-doublings 2" in table and "healthy" not in table
     # A finished diagnosis that is resumed is shown again, nothing is read.
     assert main([*words, "--resume"]) == 0 and capsys.readouterr().out == table

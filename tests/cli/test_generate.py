@@ -218,7 +218,7 @@ def test_a_state_does_not_take_the_place_of_the_model(
     own = shutil.copytree(checkpoint, tmp_path / "own")
     before = (own / name).read_bytes()
     assert main(["generate", str(own), "--prompt", "a", "--save-state", str(own / name)]) == 2
-    assert "is a file that is read here" in capsys.readouterr().err
+    assert "is an input of this command" in capsys.readouterr().err
     assert (own / name).read_bytes() == before
     assert main(["generate", str(own), "--prompt", "a", "--save-state", str(own / "state.safetensors")]) == 2
     assert "lies inside the checkpoint folder" in capsys.readouterr().err

@@ -72,7 +72,7 @@ def test_closed_streams_are_not_a_crash(closed: str, tmp_path: Path) -> None:
 def test_a_home_that_nobody_has(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = "~no-such-user/x"
     for words in (["info", place], ["expand", str(checkpoint), place, "--method", "add_retrieval"]):
-        assert f"{place} begins with the home of a user who has none here" in refusal(words, capsys)
+        assert f"{place} begins with the home folder of an unknown user" in refusal(words, capsys)
 
 
 def test_nothing_is_replaced_even_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_an_input_is_refused_as_output(
     before = Path("mine").read_bytes()
     assert main(words) == 2
     told = capsys.readouterr().err
-    assert "mine is a file that is read here, and would be replaced" in told and advice in told
+    assert "mine is an input of this command and would be overwritten" in told and advice in told
     assert told.count("\n") == 1
     assert Path("mine").read_bytes() == before and sorted(path.name for path in tmp_path.iterdir()) == ["mine", "other"]
 
@@ -54,5 +54,5 @@ def test_results_do_not_take_the_place_of_the_model(
     before = Path("own", name).read_bytes()
     assert main([*words, "--out", f"own/{name}"]) == 2
     told = capsys.readouterr().err
-    assert f"own/{name} is a file that is read here, and would be replaced; choose another --out" in told
+    assert f"own/{name} is an input of this command and would be overwritten; choose another --out" in told
     assert told.count("\n") == 1 and Path("own", name).read_bytes() == before

@@ -79,7 +79,7 @@ def test_no_result_goes_through_a_link_or_into_a_checkpoint(verb: str, fails: Fa
     (inputs / "link").unlink()
     (inputs / "link").symlink_to("precious")
     (inputs / "precious").touch()
-    assert "it is a link, and results go through none" in fails(*words, option, "link", "--force")
+    assert "it is a link, and results are not written through links" in fails(*words, option, "link", "--force")
     assert "model/new/out lies inside the checkpoint folder " in fails(*words, option, "model/new/out", "--force")
 
 

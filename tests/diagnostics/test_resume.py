@@ -120,7 +120,7 @@ def test_a_journal_of_another_diagnosis_is_not_mixed_in(
     with pytest.raises(UserError, match=rf"cannot resume .*other settings \({named}\)"):
         run(model, tokenizer, out=out, resume=True, **change)
     assert partial.read_bytes() == old
-    with pytest.raises(UserError, match="partial holds the work of a run that was interrupted"):
+    with pytest.raises(UserError, match="partial holds an interrupted run"):
         run(model, tokenizer, out=out, **change)
     assert partial.read_bytes() == old
     with Interrupter(model, 0), pytest.raises(KeyboardInterrupt):
@@ -138,7 +138,7 @@ def test_a_journal_of_another_model_or_verb_is_refused(tokenizer: Any, tmp_path:
     with pytest.raises(UserError, match="fingerprint"):
         run(model, tokenizer, out=out, resume=True)
     partial.write_text(partial.read_text().replace("partial diagnosis", "partial evaluation"))
-    with pytest.raises(UserError, match=r"line 1 is damaged .it is no journal of diagnose"):
+    with pytest.raises(UserError, match=r"line 1 is damaged .it is not a journal of diagnose"):
         run(model, tokenizer, out=out, resume=True)
     with pytest.raises(UserError, match="resume needs an output file"):
         run(model, tokenizer, resume=True)

@@ -52,7 +52,7 @@ def run(model: Any, tokenizer: Any, text: str, parts: str, **changes: Any) -> di
             0.12,
             0.2,
             "length",
-            "perplexity leaves its 64-token level at 64: the loss is 0.16 (95% interval 0.12 to 0.20)",
+            "perplexity rises above its 64-token level at 64: the loss is 0.16 (95% interval 0.12 to 0.20)",
         ),
         (-0.9, 1.1, "unsure", "the loss is 0.10 (95% interval -0.90 to 1.10) nats per token above it"),
         (None, None, "unsure", "is 0.60 (no interval from a single window) nats per token above it"),
@@ -172,7 +172,7 @@ def test_recall_that_ends(slots: int, keep: int, text: str, advice: str, tokeniz
         assert "--parts state,recall" in finding["advice"]
         few = [point | {"low": 0.1, "high": 0.8} for point in result["recall"]["points"]]
         open_end, healthy = verdict(result | {"recall": {"points": few}})
-        assert open_end["finding"] == "unsure" and open_end["text"].startswith("whether recall ends is not settled: at")
+        assert open_end["finding"] == "unsure" and open_end["text"].startswith("it is unclear whether recall ends: at")
         assert "--parts recall --recall-doublings 5" in open_end["advice"] and healthy["text"] == "healthy in state"
 
 
@@ -383,7 +383,7 @@ def test_a_verdict_says_nothing_that_an_interval_does_not_support(result: dict[s
             held, lost = map(int, match.groups())
             assert recall[lost] == "below" and all(recall[n] == "above" for n in recall if n <= held)
         elif match := re.match(r"recall ends before (\d+) tokens", text):
-            assert recall[int(match[1])] == "below" and recall[min(recall)] == "open" and "does not settle" in text
+            assert recall[int(match[1])] == "below" and recall[min(recall)] == "open" and "leaves it unclear" in text
         else:
             assert text.startswith("no recall") and recall[min(recall)] == "below"
         if "while the state is" in text:

@@ -69,7 +69,7 @@ def test_a_broken_base_is_code_2_and_one_line(environment: dict[str, str], capsy
     assert "tqdm is not installed; pip install" in line and "lm-eval" not in line
     assert main(["doctor"]) == 2
     said = " ".join(capsys.readouterr().out.split())
-    assert "its metadata is of 0.0.9: install it again" in said
+    assert "its metadata says 0.0.9; install it again" in said
     assert "broken: lm-eval 0.4.13: is broken" in said and 'missing: nltk; pip install "nltk>=3.9' in said
     assert f"eval: {PURPOSES['eval']}" in said and "report: nothing more" in said
 

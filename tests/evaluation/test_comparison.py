@@ -139,7 +139,7 @@ def test_results_of_several_tasks_joined_are_compared_task_by_task(write: Callab
     # An evaluation of one of the tasks alone was asked the same.
     assert [row["task"] for row in compare_files(*write(pair[0], second[1]))["results"]] == ["passkey"]
     pair[1]["settings"]["by_task"]["passkey"]["samples"] = 33
-    with pytest.raises(UserError, match=r"settings\.samples is 32 in the one and 33 in the other"):
+    with pytest.raises(UserError, match=r"settings\.samples is 32 in the first and 33 in the second"):
         compare_files(*write(*pair))
 
 
@@ -198,23 +198,23 @@ def with_options(task: str, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (result(entry("passkey", KEY, BETTER), seed=1), "settings.seed is 0 in the one and 1 in the other"),
-        (result(entry("passkey", KEY, BETTER), samples=32), "settings.samples is 64 in the one and 32 in the other"),
-        (with_options("passkey", form="infinitebench"), 'settings.options.passkey.form is "statex" in the one'),
-        (with_options("passkey", new=None, old=1), "settings.options.passkey.old is absent in the one and 1 in"),
+        (result(entry("passkey", KEY, BETTER), seed=1), "settings.seed is 0 in the first and 1 in the second"),
+        (result(entry("passkey", KEY, BETTER), samples=32), "settings.samples is 64 in the first and 32 in the second"),
+        (with_options("passkey", form="infinitebench"), 'settings.options.passkey.form is "statex" in the first'),
+        (with_options("passkey", new=None, old=1), "settings.options.passkey.old is absent in the first and 1 in"),
         (changed(generator={"samples": "2"}), "generator is"),
         (changed(task_definition={"passkey": "0" * 64, "bits_per_byte": "0" * 64}), "task_definition.bits_per_byte is"),
         (changed(task_definition={}), "b.json has no task_definition.bits_per_byte"),
         (changed() | {"settings": changed()["settings"] | {"lengths": [512, 1024]}}, "leave bits_per_byte out"),
-        (result(entry("passkey", KEY, BETTER[:63])), "64 in 64 sequences in the one and 63 in 63 in the other"),
-        (result(entry("passkey", KEY, [2] * 64, asked=2)), "or of other sizes"),
+        (result(entry("passkey", KEY, BETTER[:63])), "64 in 64 sequences in the first and 63 in 63 in the second"),
+        (result(entry("passkey", KEY, [2] * 64, asked=2)), "or their sizes differ"),
         (result(entry("passkey", {"length": 9, "depth": 0}, BETTER)), "no cell to compare (not in"),
         (result(), "b.json holds no outcomes of single examples"),
         (result(*[entry("passkey", KEY, BETTER)] * 2), "results[1] repeats accuracy of passkey"),
         (result(entry("passkey", KEY, BETTER) | {"outcomes": {}}), "its outcomes are damaged"),
         (changed(kind="training"), 'kind "training"'),
         (changed() | {"settings": changed()["settings"] | {"lengths": ["x"]}}, "b.json: settings.lengths is"),
-        ({"log": []}, "b.json is no result file: it has no schema; give a file that eval wrote"),
+        ({"log": []}, "b.json is not a result file: it has no schema; give a file that eval wrote"),
     ],
 )
 def test_files_that_cannot_be_compared_are_refused_with_the_key(

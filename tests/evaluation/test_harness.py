@@ -445,7 +445,7 @@ def test_bad_input(model: RecurrentLM, tokenizer: Any, folder: Path, monkeypatch
         HarnessTask.create("lm_eval:tiny_choice", shot=2)
     with pytest.raises(UserError, match="max_length must be at least 2"):
         HarnessTask.create("lm_eval:tiny_choice", data=str(folder), max_length=1)
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         HarnessTask.create("lm_eval:tiny_choice", data=str(folder / "none"))
     with pytest.raises(UserError, match="samples its answers"):
         bridge(model, tokenizer, folder, ["tiny_sampled"])

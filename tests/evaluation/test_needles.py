@@ -155,7 +155,7 @@ def test_an_interrupted_search_goes_on_and_a_finished_one_is_read(tokenizer: Any
             Speaker(killed), tokenizer, "niah_single_1", 2048, 2, step=256, options=options, progress=False, out=out
         )
     assert (tmp_path / "search.json.768").exists() and not out.exists()
-    with pytest.raises(UserError, match=r"search.json.1024.partial holds the work of a run that was interrupted"):
+    with pytest.raises(UserError, match=r"search.json.1024.partial holds an interrupted run"):
         search(tokenizer, memory=1300, out=out)
 
     def reluctant(text: str) -> str:

@@ -124,9 +124,7 @@ def test_a_new_run_forgets_the_old_one_only_when_it_begins(model: RecurrentLM, t
     with Interrupter(model, 8), pytest.raises(KeyboardInterrupt):
         run(model, tokenizer, out=out)
     old = partial.read_bytes()
-    with pytest.raises(
-        UserError, match=r"partial holds the work of a run .*; --resume goes on with it, --force starts"
-    ):
+    with pytest.raises(UserError, match=r"partial holds an interrupted run; --resume continues it, --force starts"):
         run(model, tokenizer, out=out)
     with pytest.raises(UserError, match="too short"):
         run(model, tokenizer, out=out, lengths=[60], force=True)

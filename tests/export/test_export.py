@@ -151,12 +151,12 @@ def test_dry_run_says_what_padding_costs(theirs: Path, tmp_path: Path, capsys: p
 
 def test_unequal_layers_are_refused_with_the_way_out(theirs: Path, tmp_path: Path) -> None:
     longrecall.expand(theirs, tmp_path / "big", method="grow_state", layers=[1], state_dim=24)
-    with pytest.raises(UserError, match=r"layer 1\.mixer\.state_dim is 24 here, and would be 6.* with --pad-states"):
+    with pytest.raises(UserError, match=r"layer 1\.mixer\.state_dim is 24 here, and would be 6.* --pad-states gives"):
         export_checkpoint(tmp_path / "big", tmp_path / "out")
     longrecall.expand(tmp_path / "big", tmp_path / "looks", method="add_retrieval", layers=[0], chunk=4)
     with pytest.raises(UserError, match=r"layer 0\.mixer.*--to auto_map writes any model") as caught:
         export_checkpoint(tmp_path / "looks", tmp_path / "out", pad_states=True)
-    assert "with --pad-states" not in str(caught.value)
+    assert "--pad-states gives" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -164,7 +164,7 @@ def test_unequal_layers_are_refused_with_the_way_out(theirs: Path, tmp_path: Pat
     ("words", "said"),
     [
         (["--to", "mamba3"], 'there is no checkpoint format "mamba3". Did you mean'),
-        (["--to", "native"], 'format "native" is not written by export; --to auto_map'),
+        (["--to", "native"], 'export cannot write the format "native"; --to auto_map'),
         (["--to", "gla"], 'no layer of this model has a "gla" (there are: mamba2)'),
         (["--to", "auto_map", "--pad-states"], "keeps every layer as it is"),
         (["--to", "mamba2"], "is not empty; choose another folder or use --force"),
@@ -193,7 +193,7 @@ def test_force_replaces_and_the_source_is_never_the_output(theirs: Path, tmp_pat
 
 def test_a_native_model_names_the_formats_that_it_fits(tmp_path: Path) -> None:
     save(model_of(GLA), tmp_path / "ours")
-    with pytest.raises(UserError, match=r"say --to FORMAT\. It fits fla_gla$"):
+    with pytest.raises(UserError, match=r"give --to FORMAT\. It fits fla_gla$"):
         export_checkpoint(tmp_path / "ours", tmp_path / "out")
     summary = export_checkpoint(tmp_path / "ours", tmp_path / "out", "fla_gla")
     assert "residual stream" in summary.notes[0]

@@ -415,7 +415,7 @@ def test_adapters_on_the_experts() -> None:
         ({"router": "sigmoid", "groups": 8}, "needs two experts or more"),
         ({"groups": 2}, "need the router .sigmoid"),
         ({"correction_bias": True}, "need the router .sigmoid"),
-        ({"router": "top_k_softmax", "normalise": False}, "have the sum 1 as they are"),
+        ({"router": "top_k_softmax", "normalise": False}, "already sum to 1"),
         ({"shared_gate": True}, "shared_gate needs a shared expert"),
         ({"shared_size": -1}, "shared_size must be a whole number >= 0"),
         ({"latent_size": 0}, "latent_size must be a positive whole number"),

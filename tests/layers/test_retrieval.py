@@ -300,8 +300,8 @@ def test_a_passed_state_has_no_tokens_to_look_up(recipe: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"base": retrieval()}, "base has a retrieval layer already"),
-        ({"base": {"type": "handover", "old": MIXERS["gla"], "new": retrieval()}}, "has a retrieval layer already"),
+        ({"base": retrieval()}, "base already has a retrieval layer"),
+        ({"base": {"type": "handover", "old": MIXERS["gla"], "new": retrieval()}}, "already has a retrieval layer"),
         ({"selector": "soft"}, "selector must be one of weighted, hard, got 'soft'"),
         ({"blend": "gate"}, "blend must be one of fixed, learned, input"),
         ({"alpha": 1.5}, "alpha must be a number from 0 to 1, got 1.5"),

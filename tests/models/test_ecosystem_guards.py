@@ -144,5 +144,5 @@ def test_what_follows_from_the_layers_may_stand_in_a_file_if_it_is_true(tmp_path
     assert found.layers == stored["layers"] and not set(true) & set(found.to_dict())
     for key, value in {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 3}.items():
         (folder / "config.json").write_text(json.dumps(stored | true | {key: value}))
-        with pytest.raises(UserError, match=f'"{key}" says otherwise than "layers"'):
+        with pytest.raises(UserError, match=f'"{key}" contradicts "layers"'):
             longrecall.load(folder)

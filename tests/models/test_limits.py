@@ -224,8 +224,8 @@ def tree(depth: int) -> dict[str, Any]:
         ({"layers": [LAYER], "hidden_size": 10**6}, '"hidden_size" is 1000000; it must be at most'),
         ({"layers": [{**LAYER, "mlp_size": 10**6}]}, 'layer 0: "mlp_size" is 1000000; it must be at most'),
         ({"layers": [{"mixer": tree(14)}] * 4}, "layers 0 to 0 have more than 16384 mixers"),
-        ({"layers": [{"mixer": nested(60)}]}, "has more than 48 brackets inside one another"),
-        ({"layers": [LAYER], "note": json.loads("[" * 500 + "]" * 500)}, "has more than 48 brackets"),
+        ({"layers": [{"mixer": nested(60)}]}, "has more than 48 nested brackets"),
+        ({"layers": [LAYER], "note": json.loads("[" * 500 + "]" * 500)}, "has more than 48 nested brackets"),
         (
             {"layers": [{"mixer": LAYER["mixer"], "mlp_size": 2**18}] * 4096, "hidden_size": 2**18},
             "the model would have 8.4e+14 numbers; longrecall works with at most 1.8e+13",
@@ -291,7 +291,7 @@ def device(path: Path, _: int) -> None:
 @pytest.mark.parametrize("name", ["config.json", "surgery.json", "model.safetensors.index.json"])
 @pytest.mark.parametrize(
     ("make", "told"),
-    [(sparse, "is larger than 32.0 MiB"), (fifo, "is no ordinary file"), (device, "is no ordinary file")],
+    [(sparse, "is larger than 32.0 MiB"), (fifo, "is not an ordinary file"), (device, "is not an ordinary file")],
 )
 def test_json_files_are_read_only_so_far(name: str, make: Callable[[Path, int], None], told: str, folder: Path) -> None:
     make(folder / name, 2**40)

@@ -162,7 +162,7 @@ def diagnosis(health: float, label: str | None = None, layers: int = 2, heads: i
     ]
     finding = {
         "finding": "length" if ill else "healthy",
-        "text": "perplexity leaves its 512-token level at 700" if ill else "nothing is wrong up to 8192 tokens",
+        "text": "perplexity rises above its 512-token level at 700" if ill else "nothing is wrong up to 8192 tokens",
         "advice": "post-train with state passing: longrecall train recipes/post_train.yaml" if ill else "",
         "numbers": {"position": 700},
     }

@@ -166,7 +166,7 @@ def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "../up", ".hidden", "a/b", "a" * 101])
 def test_names_that_no_text_can_have(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no name"):
+    with pytest.raises(UserError, match="cannot name a text"):
         Bank(tmp_path, model_of("gla")).path(name)
 
 
@@ -177,7 +177,7 @@ def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
             bank.add("book", text)
     assert bank.names() == [] and not list(tmp_path.glob("*.safetensors"))
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="no folder"):
+    with pytest.raises(UserError, match="not a folder"):
         Bank(tmp_path / "file", model_of("gla"))
 
 

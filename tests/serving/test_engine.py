@@ -100,7 +100,7 @@ def test_more_room_while_others_write() -> None:
         longer = engine.submit(second * 20, max_new_tokens=6)
         assert longer.result().ids == generated(model, second * 20, 6)
         assert long.result().ids == generated(model, first, 60)
-        with pytest.raises(UserError, match=r"takes 601 tokens .* room for 600"):
+        with pytest.raises(UserError, match=r"takes 601 tokens .* holds 600"):
             engine.submit([1], max_new_tokens=600)
 
 
@@ -440,7 +440,7 @@ def test_what_must_not_happen_leaves_nobody_waiting(gla: RecurrentLM, monkeypatc
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     engine = Engine(gla, slots=1)
     try:
-        with pytest.raises((RuntimeError, Closed), match="broken down: ZeroDivisionError"):
+        with pytest.raises((RuntimeError, Closed), match="failed: ZeroDivisionError"):
             engine.submit([1]).result(timeout=60)
         assert engine.broken
     finally:

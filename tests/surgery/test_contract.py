@@ -133,7 +133,7 @@ def test_inherit_of_grow_state_stays_dead_and_warns(build: Build, operate: Build
     keys, queries = weight[64:96].split(16)
     assert not keys[4:].any() and not queries[4:].any() and bool((keys[:4] != 0).all())
     plan = Operation.check("grow_state", "inherit", {}, 0).plan(0, model.config.layers[0]["mixer"])
-    assert len(plan.warnings) == 1 and "zero for ever" in plan.warnings[0]
+    assert len(plan.warnings) == 1 and "gradient stays zero" in plan.warnings[0]
 
 
 @each_case
@@ -238,7 +238,7 @@ def test_second_growth_preserves_and_repeats_no_numbers(
 
 
 @pytest.mark.parametrize("kind", FITS["merge_heads"])
-@pytest.mark.parametrize(("first", "cause"), [("preserve", "merged already"), ("reinit", "one head")])
+@pytest.mark.parametrize(("first", "cause"), [("preserve", "already merged"), ("reinit", "one head")])
 def test_second_merge_says_why_not(build: Build, operate: Build, kind: str, first: str, cause: str) -> None:
     once = operate(build(kind), "merge_heads", (0,), first)
     with pytest.raises(UserError, match=rf"layer 0 .*{cause}"):
@@ -286,7 +286,7 @@ def test_a_method_that_does_not_fit_names_layer_mixer_and_what_fits(
         ("grow_state", "preserve", {"factor": 1}, "at least 2"),
         ("grow_state", "preserve", {"factor": 2.0}, "not a whole number"),
         ("grow_state", "preserve", {"factor": True}, "not a whole number"),
-        ("grow_state", "preserve", {"factor": 4, "state_dim": 16}, "twice"),
+        ("grow_state", "preserve", {"factor": 4, "state_dim": 16}, "set the same thing"),
         ("grow_state", "preserve", {"state_dim": 4}, "not larger"),
         ("grow_state", "preserve", {"shrink": 0.5}, "belongs to perturb"),
         ("grow_state", "preserve", {"noise_scale": 0}, "above 0"),
@@ -300,7 +300,7 @@ def test_a_method_that_does_not_fit_names_layer_mixer_and_what_fits(
         ("subheads", "preserve", {"factor": 17}, "at most 16"),
         ("subheads", "preserve", {"factor": 2.5}, "not a whole number"),
         ("subheads", "preserve", {"entry": 0.1}, "belongs to perturb"),
-        ("subheads", "inherit", {}, "does not fit subheads: .*twins.*use preserve, perturb, handover, reinit"),
+        ("subheads", "inherit", {}, "does not fit subheads: .*copies for ever.*preserve, perturb, handover, reinit"),
     ],
 )
 def test_unknown_or_unfit_wishes_are_refused(method: str, init: str, options: dict[str, Any], cause: str) -> None:

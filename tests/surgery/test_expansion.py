@@ -157,7 +157,7 @@ def test_table_shows_every_layer_totals_and_warnings(base: Path, tmp_path: Path)
     assert lines[1].split()[:5] == ["0,2", "*", "mamba2", "128", "512"]
     assert lines[2].split()[:4] == ["1", "attention", "0", "0"]
     assert "256" in lines[3] and "1,024" in lines[3] and f"{summary.parameters_after:,}" in lines[3]
-    assert "x4" in lines[4] and lines[5].startswith("warning: ") and "zero for ever" in lines[5]
+    assert "x4" in lines[4] and lines[5].startswith("warning: ") and "gradient stays zero" in lines[5]
     assert len({len(line) for line in lines[:4]}) == 1
 
 

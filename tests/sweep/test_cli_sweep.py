@@ -84,9 +84,7 @@ def test_an_interrupted_sweep_goes_on(
     assert len(journal.read_text().splitlines()) == 3 and not recipe.with_name("broken.json").exists()
     capsys.readouterr()
     assert main(["sweep", str(recipe)]) == 2
-    assert (
-        "broken.json.partial holds the work of a run that was interrupted; --resume goes on" in capsys.readouterr().err
-    )
+    assert "broken.json.partial holds an interrupted run; --resume continues" in capsys.readouterr().err
     # A kill in the middle of a line leaves half of it.
     with journal.open("a") as file:
         file.write('{"key": "half')
@@ -221,7 +219,7 @@ def test_a_spent_budget_leaves_the_rest(write: Write, capsys: pytest.CaptureFixt
         (["--set", "models.retrieval={chunk: 5}"], "layer: 0"),
         (["--set", "models.hidden_sizes=[0]"], "hidden_sizes"),
         (["--set", "models.norm=layers"], 'Did you mean "layer"?'),
-        (["--set", "models.norm={gla: rms}"], "norm says nothing of retnet"),
+        (["--set", "models.norm={gla: rms}"], "norm has no entry for retnet"),
         (["--set", "models.second_norm={gal: true, others: true}"], 'Did you mean "gla"?'),
         (["--set", "models.second_norm=1"], "true or false"),
         (["--set", "models.second_norm=true", "--set", "models.mlp=8"], "without an MLP"),
@@ -229,7 +227,7 @@ def test_a_spent_budget_leaves_the_rest(write: Write, capsys: pytest.CaptureFixt
         (["--set", "tasks.0.test=[{rows: 0}]"], "rows must be a whole number"),
         (["--set", "tasks.0.test=[{vocab_size: 32}]"], "vocab_size must be the same, got 16, 32"),
         (["--set", "training.patience=-1"], "patience"),
-        (["--set", "models.mlp={gla: 8}"], "mlp says nothing of retnet"),
+        (["--set", "models.mlp={gla: 8}"], "mlp has no entry for retnet"),
         (["--set", "models.mlp=-1"], "must be a width"),
         (["--set", "training.learning_rates={logspace: [1, 2]}"], "logspace"),
         (["--set", "training.learning_rates=[-1]"], "above 0"),
@@ -258,7 +256,7 @@ def test_a_file_that_cannot_be_resumed(write: Write, capsys: pytest.CaptureFixtu
     out, journal = recipe.with_suffix(".json"), recipe.with_name("recipe.json.partial")
     damaged = '{"schema": 1, "kind": "partial sweep"}\n{"key": 1}\n{"key": "a", "status": "done"}\n'
     for path, text, message in (
-        (out, '{"schema": 1, "kind": "evaluation"}', "no result file of sweep"),
+        (out, '{"schema": 1, "kind": "evaluation"}', "not a result file of sweep"),
         (out, "{", "cannot resume"),
         (journal, damaged, "no key or no status"),
         (journal, '{"kind": "partial evaluation"}\n\n', "line 1 is damaged"),

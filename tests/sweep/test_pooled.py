@@ -208,7 +208,7 @@ def test_checkpoints_that_cannot_be_used(write: Callable[..., Path], capsys: pyt
     (folder / f"{key}.pt").write_bytes(b"no checkpoint")
     assert main([*words, "--resume"]) == 0
     said = capsys.readouterr().out
-    assert "1 of 4 runs failed" in said and "is no checkpoint of a sweep" in said and "delete it" in said
+    assert "1 of 4 runs failed" in said and "is not a checkpoint of a sweep" in said and "delete it" in said
     assert main([*words, "--force"]) == 0
     assert "failed" not in capsys.readouterr().out and not list(folder.iterdir())
 

@@ -299,7 +299,7 @@ def test_published_settings() -> None:
         task = create_sequence_task(cell.task, **cell.settings)
         ids, labels = sequence_batch(task, "test", 0, 2)
         assert ids.shape == labels.shape == (2, task.sequence_length) and (labels != IGNORE).any(axis=1).all()
-    with pytest.raises(UserError, match=r'"mad_recall" is no task of the MAD suite; its tasks: .* Did you mean'):
+    with pytest.raises(UserError, match=r'"mad_recall" is not a task of the MAD suite; its tasks: .* Did you mean'):
         mad_settings("mad_recall")
 
 

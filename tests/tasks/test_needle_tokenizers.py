@@ -82,7 +82,7 @@ def test_a_tokenizer_that_cannot_represent_the_values_is_refused_at_once(name: s
     # Without continued digits ("##7") a number is one unknown word.
     encode = PieceEncoder(bert_like("0123456789abcdef-", digits=False))
     task: Any = create_task(name)
-    with pytest.raises(UserError, match=rf"{name}: the tokenizer cannot represent the needle .* gives back '.*UNK"):
+    with pytest.raises(UserError, match=rf"{name}: the tokenizer cannot represent the needle .* turns it into '.*UNK"):
         task.sample(encode, task.cells([1500])[0], 0, 0)
 
 

@@ -322,7 +322,7 @@ class NoDigits(Words):
     [
         (lambda: draw("niah_single_2", 60), "niah_single_2: length 60 is too short: needles, question and"),
         (lambda: draw("niah_single_2", 1000, haystack=" \n\f "), "haystack text has no words"),
-        (lambda: task("niah_single_1", haystack="x"), "its haystack is made, not read (noise)"),
+        (lambda: task("niah_single_1", haystack="x"), "its haystack is generated, not read from a text (noise)"),
         (lambda: task("niah_single_1", depths=(1.5,)), "between 0 and 1, got 1.5"),
         (lambda: task("niah_single_1", depths=(float("nan"),)), "between 0 and 1"),
         (lambda: task("niah_multivalue", depths=(0.5,)), "4 are asked for"),

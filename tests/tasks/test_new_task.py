@@ -169,7 +169,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_the_help_shows_it_with_its_flags(backwards: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert ", backwards and lm_eval:NAME" in text and "letters: backwards" in text
+    assert ", backwards and lm_eval:NAME" in text and "for backwards in letters" in text
     assert "--repeats N,... how often the string stands there [1]" in text
     assert "--backwards-trained N longest string of training" in text
 

@@ -220,7 +220,7 @@ def test_files_and_folders(tmp_path: Path) -> None:
     assert counts == [("nq", "once", 2), ("nq", "twice", 2), ("drop", "once", 4), ("drop", "twice", 4)]
     with pytest.raises(UserError, match=r"no file .*fda\.jsonl"):
         QuestionAnswering(("fda",), str(tmp_path)).cells([])
-    with pytest.raises(UserError, match="is no folder, but there are 2 datasets"):
+    with pytest.raises(UserError, match="is not a folder, but there are 2 datasets"):
         QuestionAnswering(("nq", "drop"), str(tmp_path / "nq.jsonl")).cells([])
     with pytest.raises(UserError, match=r"cannot read the jsonl file .*none\.jsonl"):
         QuestionAnswering(("nq",), str(tmp_path / "none.jsonl")).cells([])

@@ -111,7 +111,7 @@ def test_a_compiled_run_resumes_exactly_and_goes_on_without_the_compiler(
     "apart", ["data.reset_documents=true", "initial_state={kind: truncated_bptt}"], ids=["reset", "tbptt"]
 )
 def test_batches_of_changing_shape_are_refused(make_recipe: MakeRecipe, apart: str) -> None:
-    with pytest.raises(UserError, match=r"run\.compile makes code for one shape"):
+    with pytest.raises(UserError, match=r"run\.compile needs batches of one shape"):
         make_recipe("run.compile=true", apart)
 
 

@@ -147,8 +147,8 @@ def damaged(kind: str, folder: Path) -> dict[str, Any]:
         ("bad parquet", r"d\.parquet row group 0 cannot be read after row 0"),
         ("short tokens", r"00000\.tokens has \d+ bytes, not \d+: it is cut short or replaced"),
         ("no shard", r"00000\.starts cannot be read: No such file"),
-        ("no tokens", r"no folder of token files: it has no tokens\.json"),
-        ("other index", r"no index of token files that this version reads"),
+        ("no tokens", r"not a folder of token files: it has no tokens\.json"),
+        ("other index", r"not an index of token files that this version reads"),
         ("bad starts", r"00000\.starts is damaged at document 0"),
     ],
 )
@@ -165,7 +165,7 @@ def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_bytes(LINES)
     with pytest.raises(UserError, match=r"is compressed and .*b\.jsonl is not; make two sources"):
         stream_of({"kind": "jsonl", "path": str(tmp_path)})
-    with pytest.raises(UserError, match=r"b\.jsonl is no folder of token files"):
+    with pytest.raises(UserError, match=r"b\.jsonl is not a folder of token files"):
         stream_of({"kind": "tokens", "path": str(tmp_path / "b.jsonl")})
     tokens = tokens_in(tmp_path)
     with pytest.raises(UserError, match="made with another tokenizer"):

@@ -119,7 +119,7 @@ def test_positions_that_do_not_belong_are_refused(sources: list[dict[str, Any]])
     with pytest.raises(UserError, match="do not belong together"):
         join_positions([first.position(), second.position()])
     with pytest.raises(
-        UserError, match=r"batches of 16 rows over all processes, and now there are 8; choose run\.batch_"
+        UserError, match=r"batches of 16 rows over all processes, and now there are 8. Choose run\.batch_"
     ):
         streams_of(sources[:1], 1, rows=8)[0].restore(before)
     with pytest.raises(UserError, match="saved by an older version"):

@@ -231,7 +231,7 @@ def test_the_teacher_of_a_surgery(
         train(recipe, force=True)
     assert (tmp_path / "out" / "final").exists()
     base.rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="started from it, so it is the teacher: say in"):
+    with pytest.raises(UserError, match=r"it is the teacher, because surgery started from it\. Say in"):
         run_recipe(recipe, dry_run=True)
 
 
@@ -242,7 +242,7 @@ def test_what_is_refused(make_recipe: Make, teacher: Path, tmp_path: Path, capsy
     save(tiny_model(gla), tmp_path / "flat", byte_tokenizer())
     digest = f"teacher: {teacher}, sha256: {'a' * 64}"
     refused = {
-        "leash={weight: 0}": "leash: weight and hidden are both 0, which holds nothing; leave leash out",
+        "leash={weight: 0}": "leash: weight and hidden are both 0, so the leash has no effect; leave leash out",
         "leash={sources: [txt]}": 'leash.sources "txt" is none of data.sources; it takes all, text, tasks, phonebook',
         "leash={sources: [7]}": r'leash.sources "7" is none of data.sources',
         "leash={sources: []}": "sources is empty",
@@ -250,11 +250,11 @@ def test_what_is_refused(make_recipe: Make, teacher: Path, tmp_path: Path, capsy
         "leash={temperature: 0}": "temperature must be above 0",
         "leash={weigth: 1}": 'unknown key "leash.weigth"',
         "leash={length: 1}": "length must be at least 2 tokens",
-        "leash={}": "leash.teacher is missing, and the checkpoint that is trained has no record of a surgery",
+        "leash={}": "leash.teacher is missing, and the checkpoint has no record of surgery",
         "leash={teacher: nowhere}": "nowhere",
         f"leash={{teacher: {tmp_path / 'words'}}}": "predicts 300 tokens and the model 258; name another checkpoint",
         f"leash={{teacher: {tmp_path / 'flat'}, hidden: 1}}": "2 layers of width 16 and the teacher 1 of 16",
-        f"leash={{{digest}}}": "is not the one of leash.sha256 aaaaaaaaaaaa",
+        f"leash={{{digest}}}": "does not match leash.sha256 aaaaaaaaaaaa",
     }
     recipe = make_recipe()
     (tmp_path / "r.yaml").write_text(json.dumps(recipe.to_dict()))

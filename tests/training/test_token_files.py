@@ -104,7 +104,7 @@ def test_training_on_the_sources_of_a_recipe(make_recipe: MakeRecipe, tmp_path: 
         (["d.jsonl", "--tokenizer", "base", "--out", "full"], "full is not empty"),
         (["d.jsonl", "--tokenizer", "base", "--out", "o", "--field", "body"], 'line 1 is not a JSON object with text'),
         (["d.jsonl", "--tokenizer", "base", "--out", "o", "--workers", "-1"], "--workers must be 0 or more"),
-        (["task.yaml", "d.jsonl", "--out", "o"], "task.yaml is a recipe, which is tokenised alone"),
+        (["task.yaml", "d.jsonl", "--out", "o"], "task.yaml is a recipe; give one recipe alone"),
         (["task.yaml", "--out", "o"], "no source of text, jsonl or parquet files"),
     ],
 )  # fmt: skip

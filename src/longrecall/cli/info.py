@@ -169,8 +169,8 @@ def as_text(facts: dict[str, Any]) -> str:
         f"key-value cache    {format_bytes(cache['bytes'])} at {cache['context']:,} tokens (layers that keep one,"
         f" 16 bit): {cache['numbers']:,} numbers",
         *_retrieval_lines(facts["retrieval"]),
-        f"for comparison     a Transformer of this width and depth caches"
-        f" {format_bytes(cache['transformer_bytes'])} there: {cache['transformer_numbers']:,} numbers",
+        "for comparison     a Transformer of this width and depth caches "
+        f"{format_bytes(cache['transformer_bytes'])} there: {cache['transformer_numbers']:,} numbers",
         f"  in bytes         the state equals {cache['state_equals_tokens']:,.1f} of its tokens",
         *_average_lines(cache),
         "surgery            " + ("none" if not facts["surgery"] else ""),
@@ -180,7 +180,11 @@ def as_text(facts: dict[str, Any]) -> str:
 
 def _active_lines(facts: dict[str, Any]) -> list[str]:
     active, every = facts["active_parameters"], facts["parameters"]
-    return [] if active == every else [f"active parameters  {active:,} of them for one token ({active / every:.1%})"]
+    return (
+        []
+        if active == every
+        else [f"active parameters  {active:,} of them are used for one token ({active / every:.1%})"]
+    )
 
 
 def _travelling_lines(kept: dict[str, Any]) -> list[str]:

@@ -78,7 +78,7 @@ def _run(out: Path, steps: int | None, samples: int) -> str:
     summary = expand(base, larger, method="grow_state", layers="all", init="perturb", seed=0)
     _say(f"    {summary.state_before:,} -> {summary.state_after:,} numbers of state in {len(summary.layers)} layers")
 
-    _say("3/5 post-training it, and beside it the unchanged model on the same batches")
+    _say("3/5 training it, and the unchanged model on the same batches (the control)")
     settings = [f"data.sources.0.path={text / 'train.txt'}", *([] if steps is None else [f"run.steps={steps}"])]
     total = Recipe.load(recipe, [*settings, f"model.checkpoint={base}"]).steps(1)
     runs = [

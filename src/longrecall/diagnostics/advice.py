@@ -66,7 +66,7 @@ class Advice:
             command = self._train(f"data.context_length={self.training_length}", norm, "run.output=trained/")
             return f"post-train with state passing and a limit on the passed state's norm: {command}"
         again = self._diagnose("--dtype float32")
-        return f"see whether higher precision helps, and if it does not, mend the weights first: {again}"
+        return f"see whether higher precision helps; if it does not, repair the weights first: {again}"
 
     def learn_recall(self) -> str:
         """For a model that does not recall even within its training length."""
@@ -151,4 +151,4 @@ class Advice:
     def nothing(self) -> str:
         """For a healthy model."""
         command = f"longrecall eval {self.checkpoint} --tasks phonebook"
-        return f"nothing to mend; to see how many associations it holds at once: {command}"
+        return f"no remedy needed; to see how many associations it holds at once: {command}"

@@ -112,7 +112,7 @@ def _length(result: Mapping[str, Any], limits: Thresholds, advice: Advice) -> li
         level = last["loss"] - last["rise"]
         ratio = math.exp(min(last["rise"], 700.0))
         text = (
-            f"perplexity leaves its {training}-token level at {entry['start']}: the loss is {_rise(entry)} nats "
+            f"perplexity rises above its {training}-token level at {entry['start']}: the loss is {_rise(entry)} nats "
             f"per token above the level's {level:.2f} there and {_rise(last)} at {last['end']} "
             f"({ratio:.3g} times the perplexity)"
         )
@@ -121,8 +121,8 @@ def _length(result: Mapping[str, Any], limits: Thresholds, advice: Advice) -> li
         return [_finding("length", text, advice.state_passing(), **numbers)]
     if (entry := _two(past, lambda e: _side(e, limits.length_steady, "rise_") is not False)) is not None:
         text = (
-            f"whether perplexity leaves {level_of} is not settled: at {entry['start']} to {entry['end']} the loss is "
-            f"{_rise(entry)} nats per token above it"
+            f"it is unclear whether perplexity rises above {level_of}: at {entry['start']} to {entry['end']} the "
+            f"loss is {_rise(entry)} nats per token above it"
         )
         numbers = {"part": "perplexity", "position": entry["start"], "rise": entry["rise"]}
         numbers |= {"rise_low": entry["rise_low"], "rise_high": entry["rise_high"], "threshold": limits.length_rise}
@@ -158,7 +158,7 @@ def _remembrance(result: Mapping[str, Any], limits: Thresholds, advice: Advice) 
     numbers = {key: half[key] for key in ("t", "value", "low", "high")} | {"length": length}
     numbers["threshold"] = limits.remembrance
     if side is None:
-        text = f"whether the first tokens weigh too much is not settled: {moved}"
+        text = f"it is unclear whether the first tokens weigh too much: {moved}"
         return [
             _finding(UNSURE, text, advice.more_windows("remembrance", half["count"]), part="remembrance", **numbers)
         ]
@@ -195,7 +195,7 @@ def _recall(result: Mapping[str, Any], limits: Thresholds, advice: Advice) -> li
     if held is None:
         fact = (
             f"recall ends before {lost['length']} tokens: accuracy is {_accuracy(lost)} there; at "
-            f"{shortest['length']}, the shortest pass key prompt, it is {_accuracy(shortest)}, which does not settle "
+            f"{shortest['length']}, the shortest pass key prompt, it is {_accuracy(shortest)}, which leaves it unclear "
             f"whether there is any recall"
         )
     else:
@@ -216,9 +216,9 @@ def _unsure_recall(
     point: Mapping[str, Any], held: Mapping[str, Any] | None, numbers: Mapping[str, Any], advice: Advice
 ) -> Finding:
     value = "unknown" if point["value"] is None else _accuracy(point)
-    sure = "" if held is None else f"; up to {held['length']} tokens it surely is"
+    sure = "" if held is None else f"; up to {held['length']} tokens it surely is above"
     text = (
-        f"whether recall ends is not settled: at {point['length']} tokens accuracy is {value}, which may be above "
+        f"it is unclear whether recall ends: at {point['length']} tokens accuracy is {value}, which may be above "
         f"{numbers['threshold']:g} or not{sure}"
     )
     found = {"length": point["length"], "accuracy": point["value"], "low": point["low"], "high": point["high"]}
@@ -252,7 +252,7 @@ def _ended(
         learnt = held is not None and held["length"] >= result["settings"]["training_length"]
         remedy = advice.longer_recall() if learnt else advice.learn_recall()
         return _finding("recall", f"{fact} while the state is not full ({used})", remedy, **numbers)
-    text = f"{fact}; whether the state is full there is not settled ({used})"
+    text = f"{fact}; it is unclear whether the state is full there ({used})"
     return _finding("recall", text, advice.full_or_not(min(entry["count"] for entry in entries)), **numbers)
 
 
@@ -275,7 +275,7 @@ def fill(result: Mapping[str, Any], position: int) -> Mapping[str, Any] | None:
 def _state(result: Mapping[str, Any], limits: Thresholds, advice: Advice) -> list[Finding]:
     """The norm of a layer's state keeps growing past the training length."""
     grown = sorted(_grown(result), key=lambda entry: -float(entry["value"]))
-    for wanted, begin in ((True, "the state drifts"), (None, "whether the state drifts is not settled")):
+    for wanted, begin in ((True, "the state drifts"), (None, "it is unclear whether the state drifts")):
         entry = next((entry for entry in grown if _side(entry, limits.growth) is wanted), None)
         if entry is None:
             continue

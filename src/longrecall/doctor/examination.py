@@ -86,11 +86,11 @@ def as_text(facts: dict[str, Any]) -> str:
     ours, python, machine = facts["longrecall"], facts["python"], facts["machine"]
     rows = [("longrecall", f"{ours['version']} in {ours['place']}")]
     if ours["metadata"] not in (None, ours["version"]):
-        rows.append(("", f"its metadata is of {ours['metadata']}: install it again"))
+        rows.append(("", f"its metadata says {ours['metadata']}; install it again"))
     rows.append(("python", f"{python['version']} at {python['place']}"))
     lines = [*aligned([*rows, *(_machine_rows(machine) if machine else ())], left=2), "", *_package_lines(facts)]
     if machine is not None:
-        lines += ["", "ops, by what computes them here (info --backends CKPT: for every layer of a model)"]
+        lines += ["", "ops and what computes them here (for every layer of a model: longrecall info --backends CKPT)"]
         lines += _op_lines(machine["ops"])
         lines += ["", *_folder_lines(machine["folders"])]
     return "\n".join([*map(_wrapped, lines), "", *(facts["problems"] or ["The base works."])])
@@ -121,8 +121,8 @@ def _machine_rows(machine: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _package_lines(facts: dict[str, Any]) -> list[str]:
     if facts["packages"] is None:
         return [
-            "packages   longrecall runs from a source tree that was never installed, and so has no metadata that says"
-            ' what it needs; pip install -e "." writes it'
+            "packages   longrecall runs from a source folder that was never installed, so the list of packages that it"
+            ' needs is missing; pip install -e "." writes it'
         ]
     lines = []
     for extra in (None, *facts["extras"]):
@@ -133,7 +133,7 @@ def _package_lines(facts: dict[str, Any]) -> list[str]:
         lines += [f"  broken: {one.name} {one.version}: {one.trouble}" for one in of if one.trouble is not None]
         missing = [one.name for one in of if one.version is None]
         lines += [f"  missing: {', '.join(missing)}; {install_command(*missing)}"] if missing else []
-        lines += [] if of else ["  asks for nothing that the base does not have"]
+        lines += [] if of else ["  needs nothing beyond the base"]
     return lines
 
 

@@ -19,13 +19,13 @@ from packaging.version import InvalidVersion
 PURPOSES = {
     "data": "training on data sets of the hub and on Parquet files",
     "dev": "work on longrecall itself: make test, make lint",
-    "docs": "the site of these pages: make docs, make docs-build",
+    "docs": "the documentation site: make docs, make docs-build",
     "eval": "tasks of lm-evaluation-harness, and questions that are scored by summary or translation metrics",
     "gpu": "fused kernels on NVIDIA GPUs",
     "logging": "training curves in TensorBoard",
     "peft": "adapters such as LoRA on a model",
-    "quantize": "weights of one byte a number (--quantize)",
-    "report": "nothing more; it is kept for commands written for older versions",
+    "quantize": "weights stored in one byte each (--quantize)",
+    "report": "nothing more; it is kept so that older install commands still work",
     "serve": "longrecall serve",
 }
 """Extra -> what it is for. The packages of an extra are in the metadata alone."""

@@ -185,7 +185,7 @@ def _setting(file: _File, task: str, key: str) -> Any:
 def _longest(file: _File, task: str) -> int:
     lengths = _setting(file, task, "lengths")
     if not isinstance(lengths, list) or not all(isinstance(length, int) for length in lengths):
-        raise UserError(f"{file.source}: settings.lengths is {_short(lengths)}, no list of lengths; run eval again")
+        raise UserError(f"{file.source}: settings.lengths is {_short(lengths)}, not a list of lengths; run eval again")
     return max(lengths, default=0)
 
 
@@ -199,8 +199,8 @@ def _refuse_unequal(first: _File, second: _File, key: str, values: Sequence[Any]
         return
     texts = [_short(value) for value in values]
     raise UserError(
-        f"{first.source} and {second.source} were not asked the same questions: {key} is {texts[0]} in the one and "
-        f"{texts[1]} in the other; run eval with equal options on both{', ' + advice if advice else ''}"
+        f"{first.source} and {second.source} were not asked the same questions: {key} is {texts[0]} in the first and "
+        f"{texts[1]} in the second; run eval with equal options on both{', ' + advice if advice else ''}"
     )
 
 
@@ -246,7 +246,7 @@ def _refuse_other_units(first: _File, second: _File, key: tuple[str, str], a: Ou
         counts = [f"{file.entries[key]['count']} in {len(part.scores)}" for file, part in ((first, a), (second, b))]
         raise UserError(
             f"{first.source} and {second.source} were not asked the same questions: {key[1]} of {key[0]} has "
-            f"{counts[0]} sequences in the one and {counts[1]} in the other, or of other sizes; compare only "
+            f"{counts[0]} sequences in the first and {counts[1]} in the second, or their sizes differ. Compare only "
             "checkpoints with the same tokenizer, text and samples"
         )
 

@@ -168,7 +168,7 @@ def _read(path: Path, kind: Kind) -> tuple[dict[str, Any] | None, Done, int]:
             done.setdefault(data["job"], {})[int(data["index"])] = (dict(data["record"]), float(data["seconds"]))
             return
         if data["kind"] != kind.partial:
-            raise ValueError(f"it is no journal of {kind.verb}")
+            raise ValueError(f"it is not a journal of {kind.verb}")
         heads.append(data)
 
     whole = read_json_lines(path, take)

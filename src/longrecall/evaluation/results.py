@@ -51,7 +51,7 @@ _PARTS: dict[str, type] = {"checkpoint": dict, "settings": dict, "results": list
 def check_result(data: dict[str, Any], source: str) -> None:
     """Raise `UserError` unless `data` is an evaluation result of this schema; `source` names it in the message."""
     if "schema" not in data:
-        raise UserError(f"{source} is no result file: it has no schema; give a file that eval wrote")
+        raise UserError(f"{source} is not a result file: it has no schema; give a file that eval wrote")
     if data["schema"] != SCHEMA:
         raise UserError(f"{source}: schema {data['schema']!r} is not {SCHEMA}; it was written by another version")
     if data.get("kind") != "evaluation":

@@ -85,9 +85,9 @@ def _make_meteor() -> Callable[[str, Sequence[str]], float]:
     except LookupError:
         places = ", ".join(nltk.data.path[:3])
         raise UserError(
-            "the metric meteor needs nltk's WordNet files, which are not installed; fetch them once with: "
-            f"python -m nltk.downloader wordnet (or put corpora/wordnet.zip into one of: {places}), "
-            "or leave meteor out of the metrics"
+            "the metric meteor needs nltk's WordNet files, which are not installed. Fetch them once with: python "
+            f"-m nltk.downloader wordnet (or put corpora/wordnet.zip into one of: {places}), or leave meteor out of "
+            "the metrics"
         ) from None
     return lambda said, references: float(
         meteor_score([_words(text) for text in references], _words(said), wordnet=wordnet)
@@ -106,8 +106,8 @@ def _import(package: str, metric: str) -> Any:
     except ImportError:
         name = package.replace("_", "-")
         raise UserError(
-            f"the metric {metric} needs {name}; install it with: {install_command(name)}, "
-            f"or leave {metric} out of the metrics"
+            f"the metric {metric} needs {name}; install it with: {install_command(name)}, or leave {metric} out of "
+            "the metrics"
         ) from None
 
 

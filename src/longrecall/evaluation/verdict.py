@@ -103,7 +103,7 @@ def _statement(task: TaskChange, labels: tuple[str, str]) -> Statement:
         if diverged:
             parts.append(f"In {diverged} of {task.count} settings only {label} gives no finite number.")
     if task.difference is None and not any(task.diverged):
-        parts.append("Both give no finite number.")
+        parts.append("Neither gives a finite number.")
     return Statement(task.name, _capital(words.title), words.explanation, task.outcome, " ".join(filter(None, parts)))
 
 
@@ -116,7 +116,7 @@ def _change(difference: Difference, outcome: Outcome, metric: str, labels: tuple
     if difference.low > 0 or difference.high < 0:
         ends = sorted((abs(difference.low), abs(difference.high)))
         far = f"{_apart(ends[0], metric)} to {_apart(ends[1], metric, unit=True)}"
-        chance = "" if outcome != "cannot tell" else "; among so many comparisons that can be chance"
+        chance = "" if outcome != "cannot tell" else "; with so many comparisons, that can be chance"
         return f"{values}, {far} {'more' if difference.low > 0 else 'fewer'} ({kind}){chance}."
     span = f"{_apart(-difference.low, metric, unit=True)} fewer and {_apart(difference.high, metric)} more"
     return f"{values}; the difference lies between {span} ({kind})."
@@ -134,7 +134,9 @@ def _cells(task: TaskChange) -> str:
             change = f"{_value(most.first, task.metric)} to {_value(most.second, task.metric)}"
             parts.append(f"{outcome} in {len(clear)} of {len(task.cells)} settings, most {place} ({change})")
     if not parts:
-        return "" if task.outcome == "cannot tell" else f"No single one of the {len(task.cells)} settings shows it."
+        return (
+            "" if task.outcome == "cannot tell" else (f"No single setting of the {len(task.cells)} shows it by itself.")
+        )
     return f"Clearly {'; '.join(parts)}."
 
 
@@ -142,7 +144,9 @@ def _described(task: str, metric: str, entries: Sequence[Entry], result: Result)
     words = wording_of(task)
     known = [entry for entry in entries if entry["value"] is not None]
     if not known:
-        return Statement(task, _capital(words.title), words.explanation, None, "No finite number anywhere.")
+        return Statement(
+            task, _capital(words.title), words.explanation, None, "It gives no finite number in any setting."
+        )
     value, low, high = _overall(task, metric, known, result)
     sentence = f"{_lead(metric)}{_value(value, metric)}"
     if low is not None and high is not None and low < high:
@@ -187,8 +191,8 @@ def _method(paired: Sequence[bool], tasks: int) -> str:
         how = "Each question is compared with itself where both were asked the same ones"
     else:
         how = "The two are compared as independent samples, because they do not hold answers to the same questions"
-    many = f"; better and worse allow for having compared {tasks} tasks" if tasks > 1 else ""
-    return f"{how}{many}."
+    many = f" The verdicts allow for the fact that {tasks} tasks were compared." if tasks > 1 else ""
+    return f"{how}.{many}"
 
 
 def _lead(metric: str) -> str:

@@ -38,7 +38,7 @@ def exported_card(summary: ExportSummary, architectures: Sequence[str], surgery:
     library = next(begins, "transformers")
     done = "\n".join(surgery_line(record) for record in surgery)
     padded = "\n".join(
-        f"- layer {layer} was filled up from {old} to {new} channels a group; the new ones add nothing"
+        f"- layer {layer} was filled up from {old} to {new} channels per group; the new channels change no answer"
         for layer, old, new in summary.padded
     )
     changes = "\n".join(part for part in (done, padded) if part)
@@ -54,11 +54,11 @@ tags:
 # Exported by longrecall {__version__}
 
 This is {kind} in the format of {library}: {summary.parameters_after:,} parameters, and a recurrent state of
-{summary.state_bytes_after // 4:,} numbers for one sequence. It needs nothing of longrecall.
+{summary.state_bytes_after // 4:,} numbers for one sequence. It loads without longrecall.
 
 ## What was changed
 
-{changes or "Nothing: every tensor is that of the checkpoint that was exported."}
+{changes or "Nothing: every tensor equals that of the exported checkpoint."}
 
 The full record of surgery is in `surgery.json` when there is one.
 

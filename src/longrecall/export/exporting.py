@@ -36,9 +36,9 @@ from longrecall.surgery.streaming import check_places, write_checkpoint
 AUTO_MAP = "auto_map"
 """The format of a native checkpoint that brings along the code by which transformers finds longrecall."""
 
-_WITH_CODE = f"--to {AUTO_MAP} writes any model, with code by which transformers finds longrecall"
+_WITH_CODE = f"--to {AUTO_MAP} writes any model; transformers loads it where longrecall is installed"
 _WITH_PADDING = (
-    "with --pad-states the smaller layers get channels that add nothing (--dry-run says what that costs), and "
+    "--pad-states gives the smaller layers channels that change no answer (--dry-run says what that costs). "
 )
 
 
@@ -116,12 +116,13 @@ def _target(source: Checkpoint, to: str | None, *, pad_states: bool, new_config:
     if to is None:
         if origin is None:
             raise UserError(
-                f"{source.path} was never a checkpoint of another library; say --to FORMAT. {_fitting(source.plain)}"
+                f"{source.path} was not read from another library's checkpoint, so its format must be named; give "
+                f"--to FORMAT. {_fitting(source.plain)}"
             )
         to = origin.format
     form = find_format(to)
     if form.stock_config is None:
-        raise UserError(f'format "{form.name}" is not written by export; {_WITH_CODE}')
+        raise UserError(f'export cannot write the format "{form.name}"; {_WITH_CODE}')
     known = origin if origin is not None and origin.format == form.name and not new_config else None
     kept = {} if known is None else known.config
     padding = plan_padding(source.plain) if pad_states else Padding(source.plain, {}, ())
@@ -130,7 +131,7 @@ def _target(source: Checkpoint, to: str | None, *, pad_states: bool, new_config:
     except UserError as error:
         padded = "" if pad_states or not _fits(form, plan_padding(source.plain).plain, kept) else _WITH_PADDING
         raise UserError(
-            f"{source.path} is no model of {form.name}: {error}; {padded}{_WITH_CODE}. {_fitting(source.plain)}"
+            f"{source.path} cannot be written as {form.name}: {error}. {padded}{_WITH_CODE}. {_fitting(source.plain)}"
         ) from None
     return _Target(form, _typed(raw, form, source), layout, padding, known)
 
@@ -166,12 +167,18 @@ def _typed(raw: dict[str, Any], form: Format, source: Checkpoint) -> dict[str, A
 def _summary(source: Checkpoint, target: _Target, dst: str, *, written: bool) -> ExportSummary:
     notes = []
     if target.layout.plain.residual_in_fp32 != source.plain.residual_in_fp32:
-        where = "in the weights' type there, in float32" if source.plain.residual_in_fp32 else "in float32 there, not"
-        notes.append(f"the sums of the residual stream are kept {where} here: only weights below float32 show it")
+        types = ["float32", "the weights' type"]
+        here, there = types if source.plain.residual_in_fp32 else reversed(types)
+        notes.append(
+            f"the residual stream is summed in {there} by the other library and in {here} by longrecall; answers can "
+            "differ slightly where weights are not float32"
+        )
     travelling = 0 if target.origin is None else len(target.origin.travelling)
     left = 0 if source.origin is None else len(source.origin.travelling) - travelling
     if left:
-        notes.append(f"{left} tensors of parts that longrecall does not run stay behind: they belong to another format")
+        notes.append(
+            f"{left} tensors of parts that longrecall does not run are left out: they belong to another format"
+        )
     return _counted(
         source, target.padding, dst, target.form.name, travelling=travelling, notes=tuple(notes), written=written
     )

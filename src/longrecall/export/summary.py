@@ -48,7 +48,7 @@ class ExportSummary:
         lines = aligned(rows, left=1)
         for old, new in dict.fromkeys((old, new) for _, old, new in self.padded):
             layers = in_runs(layer for layer, *sizes in self.padded if sizes == [old, new])
-            lines.append(f"padded with channels that add nothing: state_dim {old} -> {new} in layers {layers}")
+            lines.append(f"padded with channels that change no answer: state_dim {old} -> {new} in layers {layers}")
         if self.travelling:
             lines.append(
                 f"{self.travelling} tensors of parts that longrecall does not run are written back as they were"

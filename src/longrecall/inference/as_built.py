@@ -29,7 +29,7 @@ def why_not_as_built(model: nn.Module) -> str | None:
     scale for each row (ops/row_scaled.py).
     """
     if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
-        return "there are forward hooks of all modules"
+        return "global forward hooks are set"
     # What hundreds of modules have in common is looked at for all of them at once: this comes before every text.
     modules = modules_of(model)
     others = {kind for kind in set(map(type, modules)) if not _ours(kind)}

@@ -37,13 +37,13 @@ def may_capture(source: Tensor) -> bool:
 def why_no_capture(model: RecurrentLM, text: Text, wanted: Wanted) -> str | None:
     """Return why a text of such a size is not read in captured segments, in plain words; None where it may be."""
     if text.ids is None or text.embeddings is not None:
-        return "embeddings are given in the place of ids"
+        return "embeddings are given instead of ids"
     if text.documents is not None:
         return "documents share its rows"
     if wanted.hidden_states:
         return "hidden states are wanted"
     if "forward" in vars(model):
-        return "the model has another forward method than its class"
+        return "the forward method of the model was replaced"
     if reason := why_no_graph(model) or why_no_room(model, text.ids.shape[1]):
         return reason
     return "padded" if text.mask is not None and not bool(text.mask.all()) else None

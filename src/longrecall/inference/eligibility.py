@@ -50,11 +50,11 @@ def why_no_recording(model: RecurrentLM) -> str | None:
     if torch.is_autocast_enabled("cpu"):
         return "autocast is on"
     if context() is not None:
-        return "its sequences are cut over ranks"
+        return "its sequences are split over ranks"
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return "somebody watches the calls of torch"
+        return "a torch mode, such as a profiler, watches the calls"
     if "forward" in vars(model):
-        return "the model has another forward method than its class"
+        return "the forward method of the model was replaced"
     if any(layer._compiled_call_impl is not None for layer in model.model.layers):
         return "its layers are compiled"
     return why_not_fixed(model) or why_not_as_built(model)

@@ -102,16 +102,16 @@ def why_one_pass(model: RecurrentLM, text: Text, wanted: Wanted) -> str | None:
     if texts_are_whole():
         return "whole_texts is on"
     if model.device.type == "meta" or choices_noted() is not None or shapes_are_fixed(model.device):
-        return "the pass itself is looked at or recorded"
+        return "the pass is being examined or recorded"
     if context() is not None:
-        return "its sequences are cut over ranks"
+        return "its sequences are split over ranks"
     if model.training:
         return "the model is in training mode"
     labels, keep = wanted.labels, wanted.logits_to_keep
     if (wanted.loss_only and labels is None) or (isinstance(keep, Tensor) and (keep.dim() != 1 or not len(keep))):
-        return "its arguments are for the model to judge"
+        return "the model itself must check its arguments"
     if labels is not None and not wanted.loss_only and (isinstance(keep, Tensor) or keep):
-        return "a loss of some logits is for the model to judge"
+        return "the model itself must check a loss beside only some logits"
     modules = modules_of(model)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors_of(modules), *_given(text))):
         return "gradients are wanted"

@@ -106,7 +106,7 @@ class RecordedCalls:
         before = [_copy(tensor) for tensor in self.state]
         found = [self(), *self.state]
         if not all(_same(x, y) for x, y in zip(found, expected, strict=True)):
-            raise NotRecordable("repeated, the calls give other numbers")
+            raise NotRecordable("repeated calls give other numbers")
         for buffer, tensor in zip(self.state, before, strict=True):
             buffer.copy_(tensor)
 
@@ -212,12 +212,12 @@ class _Program(_Watch):
 
     def check_end(self) -> None:
         if len(self.calls) != len(self.expected):
-            raise NotRecordable("the calls are others each time")
+            raise NotRecordable("the calls differ from run to run")
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index = len(self.calls)
         if index >= len(self.expected) or self.expected[index] is not func:
-            raise NotRecordable("the calls are others each time")
+            raise NotRecordable("the calls differ from run to run")
         if index in self.joined:
             self._join(self.joined[index], args[0], self.weights[index])
         if func._schema.is_mutable:

@@ -75,8 +75,8 @@ def _refuse_code(folder: Path) -> None:
         code = _named_code(settings.get("auto_map"))
         if code is not None and not _is_known(settings.get("tokenizer_class")):
             raise UserError(
-                f"{folder / name}: the tokenizer needs Python code of its own ({code}), and {_NEVER}; put a "
-                'tokenizer.json there that needs none, take "auto_map" out of the file, and set "tokenizer_class" in '
+                f"{folder / name}: the tokenizer needs its own Python code ({code}), and {_NEVER}. Put a "
+                'tokenizer.json there that needs none, remove "auto_map" from the file, and set "tokenizer_class" in '
                 f'{_CONFIG} to "PreTrainedTokenizerFast"'
             )
         if settings.get("tokenizer_class") is not None:

@@ -93,5 +93,5 @@ class RecurrentConfig(ModelSizes, PreTrainedConfig):
             setattr(self, name, value)
         for name in FOLLOWING:
             if kwargs.pop(name, own := getattr(self, name)) != own:
-                raise UserError(f'"{name}" says otherwise than "layers", from which it follows; leave it out')
+                raise UserError(f'"{name}" contradicts "layers", from which it follows; leave it out')
         PreTrainedConfig.__init__(self, **{"tie_word_embeddings": tie_word_embeddings, **kwargs})

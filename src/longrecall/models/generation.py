@@ -82,8 +82,8 @@ class RecurrentGeneration(GenerationMixin):
         """
         if context() is not None:
             raise UserError(
-                "generate() does not run under context parallelism: each new token needs the one before, which leaves "
-                "nothing to cut; call it outside of context_parallel"
+                "generate() does not run under context parallelism: each new token needs the one before it, so there "
+                "is nothing to split; call it outside of context_parallel"
             )
         found = cast(Any, super())._prepare_model_inputs(*args, **options)
         check_prompt(found[0], cast(Any, self).get_input_embeddings())
@@ -148,8 +148,8 @@ class RecurrentGeneration(GenerationMixin):
         width = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
         if width is not None and 0 < width <= state.length:
             raise UserError(
-                f"the attention mask has {width} columns, but the given state has read {state.length} already; "
-                "pass a mask for those and the new tokens together, e.g. torch.ones(rows, state.length + new)"
+                f"the attention mask has {width} columns, but the given state has read {state.length} already. Pass "
+                "a mask that covers those and the new tokens, e.g. torch.ones(rows, state.length + new)"
             )
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if copies > 1 and state.batch_size == batch_size:

@@ -115,7 +115,7 @@ def check_nesting(value: object, where: str) -> None:
     level, depth = [value], 0
     while level:
         if depth > NESTING:
-            raise UserError(f"{where} has more than {NESTING} brackets inside one another; no checkpoint needs them")
+            raise UserError(f"{where} has more than {NESTING} nested brackets; no checkpoint needs so many")
         inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
         level = [item for items in inner for item in items if isinstance(item, dict | list)]
         depth += 1
@@ -129,11 +129,11 @@ def read_description_text(path: Path) -> str:
         OSError, UnicodeDecodeError: as for every file.
     """
     if path.exists() and not path.is_file():  # reading a device or a pipe may never end
-        raise UserError(f"{path} is no ordinary file; a checkpoint needs one there")
+        raise UserError(f"{path} is not an ordinary file; a checkpoint needs one there")
     with path.open("rb") as file:
         data = file.read(DESCRIPTION_BYTES + 1)
     if len(data) > DESCRIPTION_BYTES:
-        raise UserError(f"{path} is larger than {format_bytes(DESCRIPTION_BYTES)}; no checkpoint's is")
+        raise UserError(f"{path} is larger than {format_bytes(DESCRIPTION_BYTES)}; a checkpoint's is never that large")
     return data.decode("utf-8")
 
 

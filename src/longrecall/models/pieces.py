@@ -38,7 +38,7 @@ def agreed_mask(x: Tensor, mask: Tensor | None, given: Mapping[str, Any], layers
         return mask
     if any(layer._compiled_call_impl is not None for layer in layers):
         raise UserError(
-            "compiled layers do not run under context parallelism: the compiler does not see that sequences are cut; "
+            "compiled layers do not run under context parallelism: the compiler does not see that sequences are split; "
             "leave out compile()"
         )
     own = [*x.shape[:2], *(value is not None for value in given.values()), mask is not None]

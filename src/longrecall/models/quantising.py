@@ -69,8 +69,8 @@ def check_not_quantised(model: nn.Module, done: str) -> None:
     """Raise UserError where something is to be done with a model that takes whole weights: it cannot be `done`."""
     if kind := quantised_as(model):
         raise UserError(
-            f"the model has {kind} weights and cannot be {done}: save it before it is quantised, and quantise it anew "
-            "when it is loaded (quantize=, --quantize), or quantise and save it with transformers' TorchAoConfig"
+            f"the model has {kind} weights and cannot be {done}. Save it before it is quantised, and quantise it "
+            "again on loading (quantize=, --quantize). Or quantise and save it with transformers' TorchAoConfig"
         )
 
 

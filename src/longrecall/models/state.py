@@ -82,8 +82,8 @@ class RecurrentState:
     def crop(self, max_length: int) -> NoReturn:
         """Raise UserError: transformers' caches can forget their last tokens, a recurrent state cannot."""
         raise UserError(
-            f"a recurrent state of {self.length} columns cannot be cropped (to {max_length}): what was read cannot be "
-            "taken back; keep the state from before those tokens, which is never changed"
+            f"a recurrent state of {self.length} columns cannot be cropped (to {max_length}): what was read cannot "
+            "be taken back. Keep the state from before those tokens; it is never changed"
         )
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RecurrentState:

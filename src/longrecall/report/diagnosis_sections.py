@@ -15,11 +15,11 @@ from longrecall.report.summaries import Number
 _STATISTICS = {
     "std": (
         "standard deviation",
-        "How to read it: a line that keeps rising beyond the mark reaches states that training has never shown.",
+        "How to read it: a line that keeps rising beyond the mark reaches states that never occurred in training.",
     ),
     "norm": (
         "Frobenius norm",
-        "How to read it: a line that levels off has found its balance, one that climbs on drifts away from what was "
+        "How to read it: a line that levels off is stable; a line that keeps climbing drifts away from what was "
         "trained.",
     ),
     "effective_rank": (
@@ -61,7 +61,7 @@ def perplexity(inputs: Inputs) -> Section | None:
         plots.perplexity_plot(chosen, inputs.labels, "diagnosis-perplexity"),
         "Loss on running text by position, mean over sequences. Bands are 95% intervals; the dotted line marks the "
         "training length.",
-        "How to read it: a line that rises right of the mark belongs to a model that fails on texts longer than it was "
+        "How to read it: if a line rises to the right of the mark, the model fails on texts longer than it was "
         "trained on.",
         Table("Loss by position, nats per token", _header("positions", chosen), tuple(rows), hidden=True),
     )
@@ -78,8 +78,9 @@ def state(inputs: Inputs) -> Section | None:
     blocks: list[Block] = []
     for statistic, (words, reading) in _STATISTICS.items():
         caption = (
-            f"{words[0].upper()}{words[1:]} of the state by position, layer by layer: the median over heads, shaded "
-            "from the lowest to the highest head. The dotted line marks the training length."
+            f"{words[0].upper()}{words[1:]} of the state by position, layer by layer: the line is the median over "
+            "heads, the shade reaches from the lowest to the highest head. The dotted line marks the training "
+            "length."
         )
         if statistic == "effective_rank":
             caption += " 100% is the largest rank that a head's state can have."
@@ -124,8 +125,8 @@ def remembrance(inputs: Inputs) -> Section | None:
         plots.remembrance_plot(chosen, inputs.labels, "diagnosis-remembrance"),
         "How much the prediction at the end changes when the first t tokens are left out (0 = not at all, "
         "1 = entirely). Bands are 95% intervals.",
-        "How to read it: a healthy line lies low and rises only at the right; one that jumps up at the left hangs on "
-        "the first tokens of the text.",
+        "How to read it: a healthy line lies low and rises only at the right. A line that jumps up at the left "
+        "depends on the first tokens of the text.",
         _point_table("EffRem by tokens left out", "t", chosen, lambda entry: entry.remembrance),
     )
     return Section("remembrance", "Effective remembrance", [plot])

@@ -75,7 +75,8 @@ def _depth_map(task: str, metric: str, name: str) -> ShareMap:
     return ShareMap(
         title=f"{task}: share right by length of the text and depth of the needle",
         caption=f"{task} by depth, in percent: 0% is the beginning of the text, the farthest from the question.",
-        reading="How to read it: cells that stand out are right; a map that fades to its top right forgets early text.",
+        reading="How to read it: the stronger the colour, the more is right; a map that fades to its top right forgets "
+        "early text.",
         name=name,
         along="length",
         rows="depth",

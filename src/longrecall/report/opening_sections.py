@@ -13,7 +13,7 @@ from longrecall.report.sweep_sections import sweep_in_words
 
 _STANDINGS = (
     "Clearly behind: the 95% intervals of the two do not overlap. longrecall compare tests two files question by "
-    "question, which tells more apart."
+    "question, which can separate closer results."
 )
 _MOST_ALONE = 4
 """Files that are described one by one where nothing is compared; tables have the others."""

@@ -46,8 +46,8 @@ def slopes(inputs: Inputs) -> Section | None:
     plot = Plot(
         overview_plots.slope_chart(drawn, "slopes"),
         caption,
-        "How to read it: a line that climbs is a task that became better; compare its slope with the one of plain "
-        "training where there is a second panel.",
+        "How to read it: a line that climbs is a task that became better. Where there is a second panel, compare its "
+        "slope with that of plain training.",
         Table("Share right in each task", ("task", "files", "first", "second"), tuple(rows), hidden=True),
     )
     return Section("slopes", "Task by task", [plot])
@@ -108,10 +108,10 @@ def state_size(inputs: Inputs) -> Section | None:
         return Section("state-size", "Recall against the size of the state", [table])
     plot = Plot(
         overview_plots.state_plot(entries, quantities, "state-size"),
-        "What a checkpoint recalls, by how many numbers its recurrent state holds; both axes are logarithmic, with 0 "
-        "below the least mark. Bars are 95% intervals.",
-        "How to read it: points that climb to the right say that a larger state is used; two points above each other "
-        "differ in training alone.",
+        "What a checkpoint recalls, by the size of its recurrent state (how many numbers it holds). Both axes are "
+        "logarithmic; 0 is drawn below the lowest mark. Bars are 95% intervals.",
+        "How to read it: if the points climb to the right, the larger state is used. Points above each other have "
+        "the same size of state and differ only in training.",
         replace(table, hidden=True),
     )
     return Section("state-size", "Recall against the size of the state", [plot])

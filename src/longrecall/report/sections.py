@@ -84,8 +84,9 @@ def headline(inputs: Inputs) -> Section | None:
     if pair is not None:
         blocks.append(
             Note(
-                "Intervals are those of a single row. Where both files were asked the same questions a difference "
-                "compares each question with itself; else it treats the two as independent, which is wider."
+                "Each interval is for its own row. Where both files were asked the same questions, a difference "
+                "compares each question with itself. Otherwise the two count as independent, and the interval is "
+                "wider."
             )
         )
     return Section("headline", "What changed" if pair else "Headline numbers", blocks)
@@ -141,8 +142,8 @@ def control(inputs: Inputs) -> Section | None:
         rows.append((row.name, *numbers, with_interval(row.change(against, after), row.digits, signed=True)))
     header = ("quantity", against.label, after.label, f"{after.label} − {against.label}")
     note = (
-        f"“{against.label}” was trained on without surgery. What stands in the last column is what the larger state "
-        "gives beyond more training; it is a fair comparison only if both saw equally many tokens of the same data."
+        f"“{against.label}” was trained on without surgery. The last column shows what the larger state gives beyond "
+        "more training. The comparison is fair only if both saw equally many tokens of the same data."
     )
     table = Table(f"{after.label} against plain continued training", header, tuple(rows), last_counts=True)
     return Section("control", "Compared with plain continued training", [table, Note(note)])
@@ -189,11 +190,12 @@ def sizes(inputs: Inputs) -> Section | None:
         "numbers in the recurrent state",
         "state of one sequence, float32",
         "a Transformer's cache, 16 bit",
-        "its numbers, on average, to those of the state",
+        "average size of that cache, as a multiple of the state",
     )
     yardstick = (
-        "A Transformer of the checkpoint's width and depth keeps a key and a value of full width a layer and token. "
-        "Its cache is told at the context length of the checkpoint's training; on average it is half full."
+        "A Transformer of the checkpoint's width and depth keeps one key and one value of full width per layer and "
+        "token. Its cache is counted at the context length of the checkpoint's training. On average over that text "
+        "it is half full."
     )
     recorded = any(isinstance(entry.data["checkpoint"].get("transformer_cache"), int) for entry in entries)
     shown = len(header) if recorded else len(header) - 2

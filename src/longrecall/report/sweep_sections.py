@@ -94,8 +94,8 @@ def mqar(inputs: Inputs) -> Section | None:
         mqar_maps(maps, widths, cells, "mqar"),
         f"MQAR: {_metrics(found)} in percent, the best over learning rates and weight decays. A name with +R0 has "
         "retrieval in layer 0.",
-        "How to read it: a row that fades to the right shows how many pairs a model of this width can hold; a map "
-        "that fades nowhere holds them all.",
+        "How to read it: where a row fades to the right, a model of this width can hold no more pairs. In a map that "
+        "fades nowhere, all pairs are held.",
         Table(f"MQAR: {_metrics(found)}", header, tuple(rows), hidden=True),
     )
     return Section("mqar", "Multi-query associative recall", [plot])
@@ -122,8 +122,8 @@ def sweep_in_words(sweep: Sweep) -> Words | None:
     models = f"{len(told)} {'model' if len(told) == 1 else 'models'}"
     opening = f"{sweep.label}: {models} trained from scratch. In a name +R0 is retrieval in layer 0."
     method = (
-        "Of each cell the best over learning rates and weight decays counts, a run that did not end counts as 0. There "
-        "is one run of each, so no interval: small differences may be chance."
+        "Each cell counts with its best learning rate and weight decay; a run that did not finish counts as 0. Each "
+        "setting was run once, so there is no interval: small differences may be chance."
     )
     tasks = tuple((words.title, words.explanation, "") for words in asked if words.explanation)
     return Words(opening, (*tasks, *told), method)
@@ -152,8 +152,8 @@ def mad(inputs: Inputs) -> Section | None:
             mean = sum(published) / len(published)
             rows.append((f"published: {mine[0].name}", *map(_share, published), _share(mean)))
     note = Note(
-        f"Mean over the cells of a task ({_metrics(found)}), in each cell the best over learning rates and weight "
-        "decays; under it the number of cells, of which the published suite has 66. The last column is the mean over "
+        f"Mean over the cells of a task ({_metrics(found)}), with the best learning rate and weight decay of each "
+        "cell. Under it is the number of cells; the published suite has 66. The last column is the mean over "
         "the six tasks, where all six were run. Published rows are table 1 of the RESONA paper, of the whole suite."
     )
     cells = setting_names([entry.settings for entry in found])

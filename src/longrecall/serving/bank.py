@@ -55,7 +55,7 @@ class Bank:
     ) -> None:
         self.folder = expand_home(folder)
         if self.folder.exists() and not self.folder.is_dir():
-            raise UserError(f"the bank {self.folder} is no folder; name another one")
+            raise UserError(f"the bank {self.folder} is not a folder; name another one")
         self.tokenizer = tokenizer
         self._model, self._read = model, read
         self._known: _Model | None = None
@@ -78,8 +78,8 @@ class Bank:
         """
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise UserError(
-                f"{name!r} is no name of a text in a bank: names have letters, digits, dots, dashes and underscores, "
-                "begin with a letter or digit and have at most 100 of them"
+                f"{name!r} cannot name a text in a bank. A name has at most 100 letters, digits, dots, dashes and "
+                "underscores, and begins with a letter or digit"
             )
         return self.folder / f"{name}{ENDING}"
 
@@ -149,7 +149,7 @@ class Bank:
             if found is None:
                 found = RecurrentState.load(path, owner)
                 if found.batch_size != 1:
-                    raise UserError(f"{path} holds {found.batch_size} sequences; a text of a bank is one")
+                    raise UserError(f"{path} holds {found.batch_size} sequences, but a text in a bank is one sequence")
                 self._kept[key] = found
             self._kept.move_to_end(key)
             while len(self._kept) > KEPT:
@@ -168,7 +168,7 @@ class Bank:
         if not path.is_file():
             raise UserError(
                 f'the bank {self.folder} has no text "{name}".{did_you_mean(name, self.names())} '
-                "bank.add reads one, and so does longrecall generate --save-state"
+                "Add it with bank.add or longrecall generate --save-state"
             )
         return path
 
@@ -189,7 +189,7 @@ class Bank:
 def _finite(state: RecurrentState, logits: torch.Tensor) -> RecurrentState:
     if not bool(torch.isfinite(logits).all()):
         raise UserError(
-            "after the text the model's logits are NaN or infinite, so there is nothing to keep; "
-            "longrecall diagnose CKPT --text FILE says which layer breaks, and where"
+            "after the text the model's logits are NaN or infinite, so its state was not kept. longrecall diagnose "
+            "CKPT --text FILE says which layer breaks, and where"
         )
     return state

@@ -264,7 +264,7 @@ class Engine:
             raise UserError("the prompt is empty; give at least one token to continue")
         if min(ids) < 0 or max(ids) >= vocabulary:
             wrong = next(token for token in ids if not 0 <= token < vocabulary)
-            raise UserError(f"the prompt has token {wrong}, but the model only the tokens 0 to {vocabulary - 1}")
+            raise UserError(f"the prompt has token {wrong}, but the model's tokens are 0 to {vocabulary - 1}")
         return ids
 
     def _job(
@@ -285,8 +285,8 @@ class Engine:
     def _check_room(self, job: Job) -> None:
         if self.room is not None and job.room > self.room:
             raise UserError(
-                f"the request takes {job.room} tokens with its answer, but a slot has room for {self.room}: its "
-                "attention layers keep every token; ask for fewer, or give the engine more room"
+                f"the request takes {job.room} tokens with its answer, but a slot holds {self.room}. Attention "
+                "layers keep every token: ask for fewer, or give the engine more room"
             )
 
     def _read_only(self, tokens: list[int], start: RecurrentState | None) -> RecurrentState:
@@ -343,7 +343,7 @@ class Engine:
     def _broke(self, error: BaseException) -> None:
         """What must not happen: nobody is left waiting."""
         with self._changed:
-            self.broken = f"the engine has broken down: {type(error).__name__}: {error}"
+            self.broken = f"the engine has failed: {type(error).__name__}: {error}"
             self._closing = self._ended = True
             left, self._inside = list(self._inside), set()
             self._changed.notify_all()

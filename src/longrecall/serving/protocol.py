@@ -220,7 +220,7 @@ def _message(message: Any, index: int) -> dict[str, str]:
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
-            raise Refused(f"{where}.content has a part that is no text, and this model reads text alone", where)
+            raise Refused(f"{where}.content has a part that is not text, and this model reads only text", where)
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise Refused(f"{where}.content must be a text", where)

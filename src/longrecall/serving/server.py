@@ -137,7 +137,7 @@ class Server:
         try:
             body = json.loads(await request.text())
         except (ValueError, LookupError, RecursionError) as error:
-            raise Refused(f"the body is no JSON: {error}") from None
+            raise Refused(f"the body is not JSON: {error}") from None
         if isinstance(body, dict) and body.get("model") is not None:
             self._check_model(body["model"])
         asked = parse(body, chat=chat, template=self._template() if chat else None)

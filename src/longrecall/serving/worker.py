@@ -36,8 +36,8 @@ SETTLED = 4
 """Steps in which fewer rows would do, after which sequences move to the first rows."""
 
 NO_NUMBERS = (
-    "the model's logits became NaN or infinite, so there is no next token; longrecall diagnose CKPT --text FILE says "
-    "which layer breaks, and where"
+    "the model's logits became NaN or infinite, so it cannot choose a next token. longrecall diagnose CKPT --text "
+    "FILE says which layer breaks, and where"
 )
 
 

@@ -154,7 +154,7 @@ class Method:
         values: dict[str, Any] = {}
         for name, option in known.items():
             if name in asked and option.excludes in asked:
-                raise UserError(f"options {option.excludes} and {name} say the same thing twice; give one of them")
+                raise UserError(f"options {option.excludes} and {name} set the same thing; give only one of them")
             if name in asked:
                 values[name] = option.check(asked[name])
             elif init in option.inits and option.default_for(init) is not None and option.excludes not in asked:

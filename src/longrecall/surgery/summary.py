@@ -96,7 +96,7 @@ class ExpansionSummary:
         lines.append(f"* {self.method}, {self.init}: state {state}, parameters {self._added():+,}")
         if self.retrieval_bytes:
             kept = f"{self.retrieval_bytes / 1024:,.1f} KiB at {self.context:,} tokens"
-            lines.append(f"  retrieval keeps {kept}: their ids, and of each such layer a vector a chunk")
+            lines.append(f"  retrieval keeps {kept}: their ids, and one vector per chunk and retrieval layer")
         if self.init == "handover":
             finished = _ratio(self.state_finished, self.state_before)
             lines.append(

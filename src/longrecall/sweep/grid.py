@@ -312,7 +312,7 @@ def parse_shard(text: str) -> tuple[int, int]:
     """Return (index, count) of ``2/4``; raises UserError for anything that is no shard."""
     index, slash, count = text.partition("/")
     if not (slash and index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
-        raise UserError(f'--shard "{text}" is no shard; write i/n with 1 <= i <= n, e.g. 1/4')
+        raise UserError(f'--shard "{text}" is not a shard; write i/n with 1 <= i <= n, e.g. 1/4')
     return int(index), int(count)
 
 

@@ -92,7 +92,7 @@ def read_rows(path: Path) -> list[Row]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot resume {path}: {error}; start over with --force") from error
     if not isinstance(data, dict) or data.get("kind") != KIND or data.get("schema") != SCHEMA:
-        raise UserError(f"cannot resume {path}: it is no result file of sweep; {ADVICE}")
+        raise UserError(f"cannot resume {path}: it is not a result file of sweep; {ADVICE}")
     return _checked(data.get("rows"), path)
 
 
@@ -106,7 +106,7 @@ def _read_journal(path: Path) -> tuple[list[Row], int]:
         if number > 1:
             rows.extend(_checked([data], path))
         elif not isinstance(data, dict) or data.get("kind") != PARTIAL or data.get("schema") != SCHEMA:
-            raise ValueError("it is no journal of sweep")
+            raise ValueError("it is not a journal of sweep")
 
     return rows, read_json_lines(path, take)
 

@@ -94,7 +94,7 @@ def _resolve(value: Any, lengths: Mapping[str, int], where: str) -> Any:
 def _share(text: str, lengths: Mapping[str, int], where: str, rounded: bool) -> int:
     match = _SHARE.fullmatch(text)
     if match is None or match[2] not in lengths or int(match[3] or 1) == 0:
-        raise UserError(f'{where}: "{text}" is no size; write it like width, 2*width, width/4 or min(64, width)')
+        raise UserError(f'{where}: "{text}" is not a size; write it like width, 2*width, width/4 or min(64, width)')
     product, divisor = int(match[1] or 1) * lengths[match[2]], int(match[3] or 1)
     if product % divisor and not rounded:
         raise UserError(f'{where}: "{text}" is not a whole number at {match[2]} {lengths[match[2]]}')

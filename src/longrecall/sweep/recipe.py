@@ -234,7 +234,7 @@ class ModelsRecipe:
         if not isinstance(given, Mapping):
             return given
         if mixer not in given and OTHERS not in given:
-            raise UserError(f'{name} says nothing of {mixer}; name it, or add "{OTHERS}"')
+            raise UserError(f'{name} has no entry for {mixer}; add one, or "{OTHERS}"')
         return given.get(mixer, given.get(OTHERS))
 
 

@@ -309,7 +309,7 @@ class ModelRun:
         try:
             data = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch and pickle have many
-            raise UserError(f"{path} is no checkpoint of a sweep; delete it") from error
+            raise UserError(f"{path} is not a checkpoint of a sweep; delete it") from error
         self.step, self.seconds = data["step"], data["seconds"]
         self.outcome, *self.outcomes = (Outcome.from_dict(outcome) for outcome in data["outcomes"])
         self.patience = Patience(**data["patience"])

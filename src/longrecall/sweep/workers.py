@@ -90,8 +90,8 @@ def _check_end(worker: Any) -> None:
     worker.join()
     if worker.exitcode:
         raise UserError(
-            f"a training process ended with exit code {worker.exitcode} (killed from outside, is the memory full? "
-            "or its GPU was lost); go on with --resume and a lower run.parallel"
+            f"a training process ended with exit code {worker.exitcode}; the memory may be full, or its GPU was "
+            "lost. Continue with --resume and a lower run.parallel"
         )
 
 

@@ -44,8 +44,8 @@ _CHART = RangeChart(
     metric="bits_per_byte",
     title="Bits per byte by position in the text, a line per result file; lower is better",
     caption="How well running text is predicted, by position in it. Bars are 95% intervals.",
-    reading="How to read it: lower is better, and a curve that rises to the right shows a model that fails beyond the "
-    "length it was trained on.",
+    reading="How to read it: lower is better. If a curve rises to the right, the model fails on texts longer than it "
+    "was trained on.",
 )
 _SECTION = TaskSection("Bits per byte by position", (_CHART,), anchor="positions")
 

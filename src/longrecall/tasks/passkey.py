@@ -273,7 +273,8 @@ _BY_DEPTH = ShareMap(
     row_text="{:.0%}".format,
     title="Pass key: share of keys recalled by length of the text and depth of the needle",
     caption="The same by depth, in percent: 0% is the beginning of the text, the farthest from the question.",
-    reading="How to read it: cells that stand out are recalled; a map that fades to its top right forgets early text.",
+    reading="How to read it: the stronger the colour, the more is recalled; a map that fades to its top right forgets "
+    "early text.",
 )
 _SECTION = TaskSection("Pass key by length and depth", (_BY_LENGTH, _BY_DEPTH))
 
@@ -295,8 +296,8 @@ class Passkey:
     name: ClassVar[str] = "passkey"
     wording: ClassVar[Wording] = Wording(
         "pass key",
-        "One number is hidden in a long text that says the same few sentences again and again; at the end the "
-        "model is asked for it.",
+        "One number is hidden in a long text that repeats the same few sentences; at the end the model is asked for "
+        "it.",
         length_place,
     )
     declared: ClassVar[declare.Declaration] = declare.Declaration(
@@ -372,7 +373,7 @@ class SpokenPasskey(Passkey):
         back = encode.spelled(tokens)
         if back is not None and key not in back:
             raise UserError(
-                f'passkey_spoken: the tokenizer cannot represent the key "{key}": it gives back {back!r}; use the '
+                f'passkey_spoken: the tokenizer cannot represent the key "{key}": it turns it into {back!r}; use the '
                 "tokenizer that belongs to the model"
             )
         return GradedSample(same.input_ids, same.labels, "What is the pass key?", key)

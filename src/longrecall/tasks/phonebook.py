@@ -310,8 +310,8 @@ class Phonebook:
     name: ClassVar[str] = "phonebook"
     wording: ClassVar[Wording] = Wording(
         "phone book",
-        "The model reads a list of names, each with a number, and is then asked for the numbers of some of "
-        "the names: the more pairs of name and number it can hold, the larger its memory.",
+        "The model reads a list of names, each with a number, and is then asked for the numbers of some of the "
+        "names. The more pairs it can hold, the larger its memory.",
         _place,
     )
     declared: ClassVar[declare.Declaration] = declare.Declaration(

@@ -112,7 +112,7 @@ _SUITES = (
         (Piece("passkey_spoken"), Piece("niah_single_2")),
         ("4k", "8k", "16k", "32k"),
         256,
-        "the haystack is a public-domain book instead of the essays that may not be passed on",
+        "the haystack is a public-domain book; the essays of the original may not be redistributed",
     ),
     Suite(
         "headwise-common-sense",

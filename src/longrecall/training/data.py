@@ -253,15 +253,16 @@ class BatchStream(IterableDataset[Batch]):
     def _check(self, position: Mapping[str, Any]) -> None:
         if position.get("format") != POSITION_FORMAT:
             raise UserError(
-                "the checkpoint was saved by an older version, whose data order belonged to processes; it cannot be "
-                "continued exactly: begin a new run with model.checkpoint set to its folder"
+                "the checkpoint was saved by an older version, whose order of the data cannot be continued exactly. "
+                "Begin a new run with model.checkpoint set to its folder"
             )
         if len(position["sources"]) != len(self._sources):
             raise UserError("the recipe has other data sources than the checkpoint was trained with")
         if position["rows"] != self._rows:
             raise UserError(
                 f"the checkpoint was trained with batches of {position['rows']} rows over all processes, and now there "
-                f"are {self._rows}; choose run.batch_size so that it times the number of processes stays the same"
+                f"are {self._rows}. Choose run.batch_size so that run.batch_size times the number of processes is "
+                "the same"
             )
         first, last = self._first, self._first + self._batch_size
         if not any(begin <= first and last <= end for begin, end in position["covers"]):

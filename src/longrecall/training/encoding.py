@@ -35,7 +35,9 @@ class DocumentEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         if tokenizer.eos_token_id is None:
-            raise UserError("the checkpoint's tokenizer has no end token (eos_token), which joins documents; set one")
+            raise UserError(
+                "the checkpoint's tokenizer has no end token (eos_token), which separates documents; set one"
+            )
         self._tokenizer, self._end = tokenizer, int(tokenizer.eos_token_id)
         self._fast = _backend(tokenizer)
 

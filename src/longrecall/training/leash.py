@@ -53,7 +53,7 @@ def find_teacher(recipe: Recipe, source: Checkpoint, tokenizer: Any) -> tuple[Re
         if leash.teacher is not None:
             raise
         raise UserError(
-            f"{error}; surgery started from it, so it is the teacher: say in leash.teacher where it is"
+            f"{error}; it is the teacher, because surgery started from it. Say in leash.teacher where it is"
         ) from None
     own, other = source.config, teacher.config
     if own.vocab_size != other.vocab_size:
@@ -80,8 +80,8 @@ def teacher_of(surgery: list[dict[str, Any]]) -> str:
     place = (surgery[-1].get("source") or {}).get("path") if surgery else None
     if not place:
         raise UserError(
-            "leash.teacher is missing, and the checkpoint that is trained has no record of a surgery that says what it "
-            "was before; name a checkpoint"
+            "leash.teacher is missing, and the checkpoint has no record of surgery that names its original; set "
+            "leash.teacher to a checkpoint"
         )
     return str(place)
 
@@ -96,13 +96,13 @@ def teacher_digest(recipe: Recipe, teacher: Checkpoint, surgery: list[dict[str, 
     leash = recipe.leash
     if leash is not None and leash.sha256 not in (None, digest):
         raise UserError(
-            f"the teacher {leash.teacher} is not the one of leash.sha256 {str(leash.sha256)[:12]}: its own is "
-            f"{digest[:12]}; {_ELSE} or leave leash.sha256 out"
+            f"the teacher {leash.teacher} does not match leash.sha256 {str(leash.sha256)[:12]}: its files "
+            f"have {digest[:12]}; {_ELSE} or leave leash.sha256 out"
         )
     record = surgery[-1].get("source") or {} if surgery else {}
     if leash is not None and leash.teacher == record.get("path") and record.get("sha256") not in (None, digest):
         raise UserError(
-            f"{leash.teacher} has changed since the surgery that started from it, so it is not the model as it was; "
+            f"{leash.teacher} has changed since the surgery that started from it, so it is no longer the same model; "
             f"{_ELSE}"
         )
     return digest

@@ -118,7 +118,7 @@ class RunPlan:
             f"{'bytes a GPU':<28}{'at the peak':>12}",
             *(f"{kind:<28}{format_bytes(count):>12}" for kind, count in self.bytes_per_gpu.items()),
             f"{'together':<28}{format_bytes(sum(self.bytes_per_gpu.values())):>12}",
-            f"{'(logits not fused: more)':<28}{format_bytes(self.whole_logits_bytes):>12}",
+            f"{'(more if logits not fused)':<28}{format_bytes(self.whole_logits_bytes):>12}",
             "",
             f"{'FLOPs a token':<28}{'':>12}",
             *(f"{part:<28}{count:>12.3g}" for part, count in self.flops_per_token.items()),

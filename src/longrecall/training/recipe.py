@@ -280,7 +280,7 @@ class Recipe:
             self.leash.chosen(self.data.sources)
         if self.run.compile and (self.data.reset_documents or self.continues):
             raise UserError(
-                "run.compile makes code for one shape of a batch, and documents that are kept apart (reset_documents, "
+                "run.compile needs batches of one shape, but documents that are kept apart (reset_documents, "
                 "truncated_bptt) change it from batch to batch; switch one of them off"
             )
         if self.data.context_length % self.parallel.context:
@@ -289,12 +289,11 @@ class Recipe:
                 f"({self.data.context_length}): every process reads a piece of the same length"
             )
         if self.parallel.context > 1 and self.run.compile:
-            raise UserError(
-                "run.compile cannot trace what processes of parallel.context tell each other; switch it off"
-            )
+            raise UserError("run.compile cannot trace what the processes of parallel.context exchange; switch it off")
         if self.run.precision == "fp16" and self.parallel.shard * self.parallel.context > 1:
             raise UserError(
-                "run.precision fp16 scales its loss, which sharded weights do not take part in; use bf16 or fp32 with "
+                "run.precision fp16 scales its loss, which is not supported with sharded weights; use bf16 or fp32 "
+                "with "
                 "parallel.shard and parallel.context"
             )
         if self.run.steps is not None and self.optimizer.warmup > self.run.steps:

@@ -51,7 +51,9 @@ class LeashRecipe:
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise UserError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.weight == self.hidden == 0.0:
-            raise UserError("weight and hidden are both 0, which holds nothing; leave leash out to switch it off")
+            raise UserError(
+                "weight and hidden are both 0, so the leash has no effect; leave leash out to switch it off"
+            )
         for name in ("top_k", "length"):
             if getattr(self, name) is not None:
                 positive(self, name)

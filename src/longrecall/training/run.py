@@ -202,7 +202,7 @@ def _claimed(output: Path, resume: bool, force: bool, source: Path, place: Place
 def _prepare_output(output: Path, resume: bool, force: bool, source: Path) -> None:
     """Refuse a folder that holds another run; clear what killed runs have left half-written."""
     if force and resume:
-        raise UserError("--force starts over and --resume goes on: give one of them")
+        raise UserError("--force starts over and --resume continues; give one of them")
     ours = [name for name in _MARKS if (output / name).exists()]
     if ours and not (resume or force):
         raise UserError(

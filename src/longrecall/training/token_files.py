@@ -143,7 +143,7 @@ def _claimed(out: Path, force: bool) -> Iterator[tuple[Path, Path]]:
                         raise UserError(f"{out} is not empty; {_ELSEWHERE} or use --force to replace it")
                     check_replaceable(place)
                     if is_checkpoint(place):
-                        raise UserError(f"{out} is a checkpoint, which token files do not replace; {_ELSEWHERE}")
+                        raise UserError(f"{out} is a checkpoint, and token files never replace one; {_ELSEWHERE}")
             elif place.exists():
                 raise UserError(f"{out} is a file; token files are written as a folder")
             _restore_replaced(place)
@@ -221,8 +221,8 @@ def _write_shards(work: _Work, spans: list[tuple[int, int]], workers: int) -> It
                 yield done
         except BrokenProcessPool:
             raise UserError(
-                "a tokenising process was killed, most often because memory ran out; what is done is kept: give "
-                "the same command again, with fewer --workers"
+                "a tokenising process was killed, most often because memory ran out. Finished work is kept: give the "
+                "same command again, with fewer --workers"
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

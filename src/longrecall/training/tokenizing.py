@@ -47,7 +47,7 @@ def tokenize_inputs(
         raise UserError(f"--workers must be 0 or more, got {workers}")
     recipes = [name for name in inputs if name.endswith((".yaml", ".yml"))]
     if recipes and len(inputs) > 1:
-        raise UserError(f"{recipes[0]} is a recipe, which is tokenised alone; give one recipe, or files of texts")
+        raise UserError(f"{recipes[0]} is a recipe; give one recipe alone, or files of texts")
     recipe = Recipe.load(recipes[0]) if recipes else None
     place = tokenizer or (recipe.model.checkpoint if recipe is not None else None)
     if place is None:
@@ -105,7 +105,7 @@ def _given(inputs: Sequence[str], kind: str | None, field: str) -> tuple[list[Pa
 def _kind_of(path: Path) -> str:
     found = next((kind for kind, endings in ENDINGS.items() if path.name.endswith(endings)), None)
     if found is None:
-        raise UserError(f"{path}: what kind of file this is does not show in its name; give --kind")
+        raise UserError(f"{path}: its name does not show what kind of file it is; give --kind")
     return found
 
 

@@ -153,25 +153,25 @@ def test_a_mixer_inside_a_retrieval_layer_does_not_hand_over(build: Build) -> No
 
 def test_retrieval_comes_once() -> None:
     once = operate_on(model_of(MIXERS["gla"]), "add_retrieval", (0,), "preserve")
-    with pytest.raises(UserError, match=r"add_retrieval, layer 0 \(retrieval\): it has a retrieval layer already"):
+    with pytest.raises(UserError, match=r"add_retrieval, layer 0 \(retrieval\): it already has a retrieval layer"):
         operate_on(once, "add_retrieval", (0,), "preserve")
     hymba = MIXERS["hymba"] | {"ssm": MIXERS["retrieval"]}
-    with pytest.raises(UserError, match=r"layer 0 \(hymba\).*retrieval layer already"):
+    with pytest.raises(UserError, match=r"layer 0 \(hymba\).*already has a retrieval layer"):
         operate_on(model_of(hymba), "add_retrieval", (0,), "preserve")
 
 
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
-        (["--chunk", "64"], "a chunk of 64 tokens never ends before a token of the model's context of 64"),
+        (["--chunk", "64"], "a chunk of 64 tokens never ends within the model's context of 64"),
         (["--chunk", "0"], "option chunk: 0 is too small"),
         (["--top-k", "-1"], "option top_k: -1 is too small"),
         (["--selector", "soft"], 'option selector: "soft" is none of weighted, hard'),
         (["--heads", "6", "--set", "kv_heads=4"], r"kv_heads \(4\) must divide num_heads \(6\)"),
-        (["--set", "blend=fixed"], "blend fixed cannot begin at the old function"),
+        (["--set", "blend=fixed"], "with blend=fixed the layer cannot both start unchanged and learn"),
         (["--set", "alpha=0.5"], 'option alpha of add_retrieval does nothing with init "preserve"'),
         (["--init", "reinit", "--set", "alpha=1.0"], "option alpha: 1.0 is too large"),
-        (["--init", "handover"], "does not fit add_retrieval: the blend moves"),
+        (["--init", "handover"], "does not fit add_retrieval: the learned blend already moves"),
         (["--init", "inherit"], "does not fit add_retrieval: the old layer has no retrieval"),
         (["--factor", "4"], 'add_retrieval has no option "factor"'),
         (["--chunk", "8", "--set", "chunk=9"], "option chunk is given twice"),

@@ -100,7 +100,7 @@ def test_the_verb(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr().err
     assert "one holds no complete resumable checkpoint; name the output folder of a run" in told
     assert main(["consolidate", str(tmp_path / "none"), "--to", str(tmp_path / "two")]) == 2
-    assert "none is no folder" in capsys.readouterr().err
+    assert "none is not a folder" in capsys.readouterr().err
     assert main(["consolidate", str(step), "--to", str(step / "inside")]) == 2
     assert main(["info", str(step)]) == 0
     assert not (tmp_path / "two").exists()
@@ -136,7 +136,7 @@ def edit(step: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 EMBEDDINGS = "model/model.embeddings.weight"
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "elsewhere": (lambda index: index["files"].__setitem__(0, "../x.safetensors"), "is no .safetensors file beside it"),
+    "elsewhere": (lambda index: index["files"].__setitem__(0, "../x.safetensors"), "not a .safetensors file beside it"),
     "missing": (lambda index: index["files"].__setitem__(0, "x.safetensors"), "does not exist; the checkpoint is inc"),
     "gap": (lambda index: index["tensors"][EMBEDDINGS]["pieces"].pop(), "do not make up"),
     "type": (lambda index: index["tensors"][EMBEDDINGS].__setitem__("dtype", "float16"), "as shards.json describes it"),

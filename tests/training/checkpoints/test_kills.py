@@ -98,16 +98,16 @@ def test_a_process_that_dies_or_cannot_write_loses_nothing(base: Path, text: Pat
     assert publish["codes"][0] == -9 and publish["codes"][1] not in (0, -9, -99)
     # One that dies before training begins, as when its memory runs out.
     assert loading["codes"] == [2, -9]
-    lost = "another process of this run has ended, and its own message says why; --resume goes on from"
+    lost = "another process of this run has ended; its own message says why. --resume continues from"
     for said in (shard["said"][0], publish["said"][1], loading["said"][0]):
-        assert f"{lost} the last whole checkpoint" in said and "bug" not in said
+        assert f"{lost} the last complete checkpoint" in said and "bug" not in said
     # The others end when a process has died, and do not wait for it.
     assert max(shard["seconds"], publish["seconds"]) < 100
     assert full["codes"] == [2, 2], full["said"]
     line = "cannot save step 4: process 1: File too large (os error 27); last good checkpoint: full/steps/step-00000002"
     assert full["said"][0].endswith(f"{line}\n") and full["said"][0].count("error:") == 1 and full["said"][1] == ""
     assert three["codes"] == [2, 2, 2]
-    assert "saved with 4 rows in a batch of all processes, which 3 cannot share" in three["said"][0]
+    assert "saved with 4 rows in a batch of all processes, which 3 processes cannot share" in three["said"][0]
     assert same(place / "shard", place / "whole")
     for name in ("publish", "full"):
         assert_close(place / name, place / "whole")

@@ -61,7 +61,7 @@ def test_what_torch_says_of_a_process_that_has_died(said: str) -> None:
     [
         (("parallel.shard=0",), "parallel: shard must be above 0, got 0"),
         (("parallel.context=5",), r"parallel.context \(5\) does not divide data.context_length \(48\)"),
-        (("parallel.context=2", "run.compile=true"), "run.compile cannot trace what processes of parallel.context"),
+        (("parallel.context=2", "run.compile=true"), "run.compile cannot trace what the processes of parallel.context"),
         (("parallel.shard=2", "run.precision=fp16"), "run.precision fp16 scales its loss, .* use bf16 or fp32"),
     ],
 )

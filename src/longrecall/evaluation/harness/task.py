@@ -57,7 +57,7 @@ class HarnessTask:
         if self.max_length is not None and self.max_length < 2:
             raise UserError(f"{self.name}: max_length must be at least 2 tokens, got {self.max_length}")
         if self.data and not Path(self.data).is_dir():
-            raise UserError(f"{self.name}: {self.data} is no folder; data= takes a folder with YAML files of tasks")
+            raise UserError(f"{self.name}: {self.data} is not a folder; data= takes a folder with YAML files of tasks")
         definition_file(self.harness_name, self.data)
 
     @classmethod
@@ -115,7 +115,7 @@ def definition_file(name: str, data: str = "") -> Path | None:
 def _own_tasks() -> Path:
     found = importlib.util.find_spec("lm_eval")
     if found is None or found.origin is None:
-        raise UserError("lm-evaluation-harness is installed without files; install it again")
+        raise UserError("lm-evaluation-harness is installed without its files; install it again")
     return Path(found.origin).parent / "tasks"
 
 

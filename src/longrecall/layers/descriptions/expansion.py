@@ -66,15 +66,15 @@ class ExpansionConfig:
 
     def _check_use(self) -> None:
         if self.activation is not None and self.kind in WITHOUT_ACTIVATION:
-            raise UserError(f'expansion: kind "{self.kind}" has no place for an activation; leave it away')
+            raise UserError(f'expansion: kind "{self.kind}" has no place for an activation; leave it out')
         if self.rank is not None and self.kind != "low_rank":
-            raise UserError(f'expansion: rank belongs to kind "low_rank", not to "{self.kind}"; leave it away')
+            raise UserError(f'expansion: rank belongs to kind "low_rank", not to "{self.kind}"; leave it out')
         if self.rank is not None and (not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1):
             raise UserError(f"expansion: rank must be a positive whole number, got {self.rank!r}")
         if self.kind == "dpfp" and self.factor % 2:
             raise UserError(f'expansion: kind "dpfp" makes 2, 4, 6, ... times as many channels, not {self.factor}')
         if self.kind == "heads" and not self.subheads:
-            raise UserError('expansion: kind "heads" adds whole heads; leave subheads away')
+            raise UserError('expansion: kind "heads" adds whole heads; leave subheads out')
         if self.grafted and (self.kind != "headwise" or not self.subheads or self.factor < 2):
             raise UserError('expansion: grafted needs kind "headwise" with at least 2 subheads')
 

@@ -35,7 +35,7 @@ class GLAConfig(LinearAttentionConfig):
     def __post_init__(self) -> None:
         self._require_positive("num_heads", "key_dim", "value_dim", "gate_rank")
         if self.merged and self.expansion:
-            raise UserError(f'mixer "{self.type}": heads are either merged or expanded; leave merged or expansion away')
+            raise UserError(f'mixer "{self.type}": heads are either merged or expanded; leave out merged or expansion')
 
     def own_tensors(self) -> TensorShapes:
         return super().own_tensors() | ({"mixing": (self.num_heads, self.num_heads)} if self.merged else {})

@@ -114,7 +114,7 @@ class MoEConfig(MixerConfig):
         if self.router != "sigmoid" and (self.correction_bias or self.groups > 1):
             raise UserError(f'mixer "{self.type}": correction_bias and groups need the router "sigmoid"')
         if self.router == "top_k_softmax" and not self.normalise:
-            raise UserError(f'mixer "{self.type}": weights of the router "top_k_softmax" have the sum 1 as they are')
+            raise UserError(f'mixer "{self.type}": weights of the router "top_k_softmax" already sum to 1')
         if self.shared_gate and not self.shared_size:
             raise UserError(f'mixer "{self.type}": shared_gate needs a shared expert, but shared_size is 0')
 

@@ -72,7 +72,8 @@ class RetrievalConfig(MixerConfig):
             raise UserError(f'mixer "retrieval": base must be a mixer description, got {self.base!r}')
         if self.base.reads_tokens:
             raise UserError(
-                'mixer "retrieval": base has a retrieval layer already; one layer retrieves once (raise its top_k)'
+                'mixer "retrieval": base already has a retrieval layer, and a layer can have only one (raise its '
+                "top_k instead)"
             )
 
     def _check_alone(self) -> None:

@@ -86,7 +86,7 @@ class RopeScaling:
             if field.name in needed and value is None:
                 raise UserError(f'rope_scaling: "{self.rope_type}" needs "{field.name}"')
             if value != field.default and field.name not in used:
-                raise UserError(f'rope_scaling: "{self.rope_type}" has no use for "{field.name}"; leave it away')
+                raise UserError(f'rope_scaling: "{self.rope_type}" has no use for "{field.name}"; leave it out')
             if value is not None and field.name != "rope_type":
                 self._check(field.name, value)
         if self.factor is None and self.rope_type in _MAY and self.max_position_embeddings is None:

@@ -132,8 +132,8 @@ class RWKV7(nn.Module):
         """The layer's values ``[B, T, H * V]``, each mixed with that of the layer that gave its own."""
         if first is None:
             raise UserError(
-                'mixer "rwkv7" with a value_rank mixes in the values of an earlier layer, but no layer before it gives '
-                'any: one of them needs "gives_values": true'
+                'mixer "rwkv7" with a value_rank needs the values of an earlier layer, but no layer before it gives '
+                'any. Set "gives_values": true in one of them'
             )
         if first.shape != values.shape:
             raise UserError(

@@ -248,5 +248,5 @@ def _numbers(values: Sequence[int]) -> Numbers:
 def _beside(folder: Path, name: str) -> Path:
     # A file outside the folder would let somebody's index point anywhere on the disk.
     if Path(name).name != name or not name.endswith(".safetensors"):
-        raise ValueError(f"{name!r} is no .safetensors file beside it")
+        raise ValueError(f"{name!r} is not a .safetensors file beside it")
     return folder / name

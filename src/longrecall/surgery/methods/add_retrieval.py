@@ -39,7 +39,16 @@ SIZES = ("chunk", "top_k", "selector", "encoder_dim", "num_heads", "head_dim", "
 """Options that are fields of the layer's description too."""
 
 OPTIONS = (
-    Option("chunk", int, RetrievalConfig.chunk, SUPPORTED, "tokens of a chunk", least=1, flag="--chunk", letter="U"),
+    Option(
+        "chunk",
+        int,
+        RetrievalConfig.chunk,
+        SUPPORTED,
+        "number of tokens in a chunk",
+        least=1,
+        flag="--chunk",
+        letter="U",
+    ),
     Option(
         "top_k",
         int,
@@ -55,7 +64,7 @@ OPTIONS = (
         str,
         RetrievalConfig.selector,
         SUPPORTED,
-        "way to choose chunks: weighted trains the encoders, hard (the paper's algorithm 2) leaves them as they start",
+        "way to choose chunks: weighted trains the encoders; hard (the paper's algorithm 2) does not",
         choices=SELECTORS,
         flag="--selector",
         letter="S",
@@ -87,7 +96,7 @@ OPTIONS = (
         str,
         "input",
         SUPPORTED,
-        "kind of alpha: input (a function of the layer's input), learned (a number a channel) or fixed",
+        "kind of alpha: input (computed from the layer's input), learned (one number per channel) or fixed",
         choices=BLENDS,
         default_by_init=(("reinit", "fixed"),),
     ),
@@ -97,12 +106,12 @@ OPTIONS = (
         float,
         0.5,
         ("perturb", "reinit"),
-        "share of the mixer in the output at the start",
+        "share of the output that comes from the mixer at the start",
         least=0.0,
         most=0.99,
         default_by_init=(("perturb", 0.9),),
     ),
-    Option("noise_scale", float, 1.0, SUPPORTED, "multiplier of the fresh projections", above=0.0),
+    Option("noise_scale", float, 1.0, SUPPORTED, "factor on the new random projections", above=0.0),
 )
 
 
@@ -111,17 +120,19 @@ def check_model(config: RecurrentConfig, options: Mapping[str, Any]) -> None:
     length, chunk = config.context_length, int(options["chunk"])
     if length is not None and chunk >= length:
         raise UserError(
-            f"add_retrieval: a chunk of {chunk} tokens never ends before a token of the model's context of {length}, "
-            "so nothing would be retrieved or learned in training; use a smaller chunk"
+            f"add_retrieval: a chunk of {chunk} tokens never ends within the model's context of {length} tokens. "
+            "Nothing would be retrieved or learned in training; use a smaller chunk"
         )
 
 
 def plan(mixer: MixerDescription, init: str, options: Mapping[str, Any]) -> Plan:
     """Return the description of the retrieval layer; raise UserError when the layer has one or sizes do not fit."""
     if mixer["type"] == RetrievalConfig.type:
-        raise UserError("it has a retrieval layer already; one layer retrieves once, choose other layers")
+        raise UserError("it already has a retrieval layer, and a layer can have only one; choose other layers")
     if options["blend"] == "fixed" and init != "reinit":
-        raise UserError(f"blend fixed cannot begin at the old function and learn; {init} takes input or learned")
+        raise UserError(
+            f"with blend=fixed the layer cannot both start unchanged and learn; {init} takes input or learned"
+        )
     alpha = 1.0 if init == "preserve" else float(options["alpha"])
     sizes = {name: options[name] for name in SIZES}
     wrapped = {"type": RetrievalConfig.type, "base": dict(mixer), **sizes, "alpha": alpha, "blend": options["blend"]}
@@ -202,7 +213,7 @@ METHOD = Method(
     plan=plan,
     transform=transform,
     senseless=(
-        ("handover", "the blend moves from the old mixer to the new layer by itself, beginning at preserve"),
+        ("handover", "the learned blend already moves from the old mixer to the new layer, starting at preserve"),
         ("inherit", "the old layer has no retrieval whose weights could be taken over"),
     ),
     check_model=check_model,

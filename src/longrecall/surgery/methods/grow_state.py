@@ -48,7 +48,7 @@ OPTIONS = (
         int,
         4,
         INITS,
-        "multiple of the old state_dim that the new one is",
+        "new state_dim as a multiple of the old one",
         least=2,
         excludes="state_dim",
         flag="--factor",
@@ -59,20 +59,20 @@ OPTIONS = (
         str,
         MEASURED,
         _WITH_NOISE,
-        "size of fresh numbers, measured on the layer's own rows or usual for a new layer",
+        "size of the new random weights: measured (like the layer's own rows) or usual (like a new layer's)",
         choices=SIZES,
         # On top of old rows, noise as loud as they are would drown them; the recorded study used a new layer's size.
         default_by_init=(("perturb", USUAL),),
     ),
-    Option("noise_scale", float, 1.0, _WITH_NOISE, "multiplier of all fresh numbers", above=0.0),
+    Option("noise_scale", float, 1.0, _WITH_NOISE, "factor on all new random weights", above=0.0),
     Option("shrink", float, 0.5, ("perturb",), "factor on the old B and C rows", least=0.0),
-    Option("perturb_conv", bool, False, ("perturb",), "choice to perturb the old B and C convolution as well"),
+    Option("perturb_conv", bool, False, ("perturb",), "switch that also perturbs the convolution of the old B and C"),
     Option(
         "statex",
         bool,
         False,
         ("reinit", "handover"),
-        "choice to reset A_log, dt_bias and norm too, as StateX's code does",
+        "switch that also resets A_log, dt_bias and norm, as StateX's code does",
     ),
 )
 
@@ -97,8 +97,8 @@ def plan(mixer: MixerDescription, init: str, options: Mapping[str, Any]) -> Plan
     warnings: tuple[str, ...] = ()
     if init == "inherit":
         warnings = (
-            "inherit sets the new B and C channels both to zero: their gradient is zero for ever, so the larger state "
-            "will stay unused whatever the training (kept for comparison; use preserve to keep the function and learn)",
+            "inherit sets the new B and C channels to zero. Their gradient stays zero, so training will never use "
+            "the larger state. It is kept for comparison; preserve also keeps the function, and learns",
         )
     return Plan(grown, tuple(sorted(f"mixer.{name}" for name in touched)), warnings)
 

@@ -35,10 +35,10 @@ XAVIER_GAIN = 2.0**-2.5
 
 OPTIONS = (
     Option("shrink", float, 0.5, ("perturb",), "factor on the old q and k projections", least=0.0),
-    Option("perturb_conv", bool, False, ("perturb",), "choice to perturb the convolutions of q and k as well"),
-    Option("noise_scale", float, 1.0, ("perturb",), "multiplier of the fresh noise on q and k", above=0.0),
+    Option("perturb_conv", bool, False, ("perturb",), "switch that also perturbs the convolutions of q and k"),
+    Option("noise_scale", float, 1.0, ("perturb",), "factor on the random noise on q and k", above=0.0),
     Option("fresh", str, USUAL, ("perturb",), "size of that noise", choices=SIZES),
-    Option("mixing_noise", float, 0.1, ("perturb",), "bound of the noise off the diagonal of mixing", least=0.0),
+    Option("mixing_noise", float, 0.1, ("perturb",), "largest noise off the diagonal of the mixing matrix", least=0.0),
 )
 
 
@@ -46,11 +46,11 @@ def plan(mixer: MixerDescription, init: str, options: Mapping[str, Any]) -> Plan
     """Return the merged description of a `gla` or `retnet` mixer; raise UserError when there is nothing to merge."""
     heads = int(mixer["num_heads"])
     if mixer.get("expansion"):
-        raise UserError("its heads are expanded, which merging does not know; choose other layers")
+        raise UserError("its heads are expanded, and expanded heads cannot be merged; choose other layers")
     if mixer["merged"]:
-        raise UserError(f"its {heads} heads are merged already and share one state; choose other layers")
+        raise UserError(f"its {heads} heads are already merged and share one state; choose other layers")
     if heads == 1:
-        raise UserError("it has one head, which already owns the whole state; choose other layers")
+        raise UserError("it has one head, so there is nothing to merge; choose other layers")
     if init in ("reinit", "handover"):
         one = {
             **mixer,

@@ -52,7 +52,7 @@ OPTIONS = (
         int,
         4,
         SUPPORTED,
-        "number of subheads that every head becomes",
+        "number of subheads per head",
         least=2,
         most=MOST,
         flag="--factor",
@@ -63,16 +63,16 @@ OPTIONS = (
         str,
         MEASURED,
         SUPPORTED,
-        "size of fresh numbers, measured on the layer's own rows or usual for a new layer",
+        "size of the new random weights: measured (like the layer's own rows) or usual (like a new layer's)",
         choices=SIZES,
     ),
-    Option("noise_scale", float, 1.0, SUPPORTED, "multiplier of all fresh numbers", above=0.0),
+    Option("noise_scale", float, 1.0, SUPPORTED, "factor on all new random weights", above=0.0),
     # Not below 1: behind these projections stand SiLU and a norm, which smaller numbers go through in another way.
     Option("shrink", float, 1.0, ("perturb",), "factor on the old q and k projections", least=0.0),
     Option(
-        "noise", float, 0.25, ("perturb",), "noise on the old q and k projections: a share of their size", least=0.0
+        "noise", float, 0.25, ("perturb",), "noise on the old q and k projections, as a share of their size", least=0.0
     ),
-    Option("entry", float, 0.1, ("perturb",), "scale at which the new subheads enter", above=0.0),
+    Option("entry", float, 0.1, ("perturb",), "scale of the new subheads' output at the start", above=0.0),
 )
 
 
@@ -80,7 +80,7 @@ def plan(mixer: MixerDescription, init: str, options: Mapping[str, Any]) -> Plan
     """Return the description with more subheads; raise UserError when the layer cannot have them."""
     if mixer.get("merged"):
         raise UserError(
-            "its heads are merged and share one state, which subheads would take apart; choose other layers"
+            "its heads are merged and share one state, which cannot be split into subheads; choose other layers"
         )
     old = _present(mixer, init)
     count = old * int(options["factor"])
@@ -195,11 +195,11 @@ def _present(mixer: MixerDescription, init: str) -> int:
     if expansion["kind"] != "headwise" or not expansion["subheads"]:
         kind = expansion["kind"] + ("" if expansion["subheads"] else " without subheads")
         raise UserError(
-            f"its heads are expanded already ({kind}), and only head-wise subheads grow; choose other layers"
+            f"its heads are already expanded ({kind}), and only head-wise subheads can grow; choose other layers"
         )
     if not expansion["grafted"] and init in ("preserve", "perturb"):
         raise UserError(
-            f"its {expansion['factor']} subheads were trained from scratch, where none is the head itself; "
+            f"its {expansion['factor']} subheads were trained from scratch, so none of them is the old head; "
             "use init reinit or handover, or choose other layers"
         )
     return int(expansion["factor"])
@@ -214,5 +214,5 @@ METHOD = Method(
     options=OPTIONS,
     plan=plan,
     transform=transform,
-    senseless=(("inherit", "subheads that copy their head are twins, which get equal gradients and never part"),),
+    senseless=(("inherit", "subheads that copy their head get equal gradients and would stay copies for ever"),),
 )

@@ -126,8 +126,8 @@ class _Builder:
         room = self._length - len(self._opening) - self._questions * sizes.question
         if room < low * sizes.fact:
             raise UserError(
-                f"babilong: length {self._length} is too short for {task}: {low} facts and "
-                f"{self._questions} question(s) can take {self._length - room + low * sizes.fact} tokens"
+                f"babilong: length {self._length} is too short for {task}: {low} facts and {self._questions} "
+                f"question(s) can take {self._length - room + low * sizes.fact} tokens"
             )
         return low + draws.below(min(high, room // sizes.fact) - low + 1)
 
@@ -280,10 +280,11 @@ _CHART = ShareMap(
     keys=("task", "length"),
     trained=True,
     title="Stories: share of questions answered by type of story and length of the text",
-    caption="Share of questions, in percent, answered rightly about stories that are scattered through a book: one "
-    "fact needed (qa1), two (qa2), three (qa3), places beside each other (qa4), who gave what to whom (qa5).",
-    reading="How to read it: cells that stand out are answered; a map that does not fade to the right, beyond the "
-    "dashed line where the training length lies within it, reasons over longer texts.",
+    caption="Share of questions, in percent, answered rightly about stories that are scattered through a book. A "
+    "question needs one fact (qa1), two (qa2) or three (qa3), neighbouring places (qa4), or who gave what to "
+    "whom (qa5).",
+    reading="How to read it: the stronger the colour, the more is answered. A map that does not fade to the right "
+    "shows a model that reasons over longer texts. The dashed line, if there is one, marks the training length.",
 )
 _SECTION = TaskSection("Stories in a long text", (_CHART,), tables={"exact_match": ("task", "length")})
 

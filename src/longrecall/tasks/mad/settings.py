@@ -74,7 +74,7 @@ def mad_settings(task: str | None = None) -> tuple[MadSetting, ...]:
         return tuple(setting for name in _BASELINES for setting in mad_settings(name))
     if task not in _BASELINES:
         hint = did_you_mean(task, _BASELINES, most=3)
-        raise UserError(f'"{task}" is no task of the MAD suite; its tasks: {", ".join(_BASELINES)}.{hint}')
+        raise UserError(f'"{task}" is not a task of the MAD suite; its tasks: {", ".join(_BASELINES)}.{hint}')
     base = _BASELINES[task]
     train = MEMORIZATION_TRAIN_EXAMPLES if task == "mad_memorization" else TRAIN_EXAMPLES
     found = [MadSetting(task, MappingProxyType(dict(base)), train, None)]

@@ -51,7 +51,7 @@ def check_spelling(encode: PieceEncoder, name: str, value: str, tokens: Tokens) 
     back = encode.spelled(tokens)
     if back is not None and value.casefold() not in back.casefold():
         raise UserError(
-            f'{name}: the tokenizer cannot represent the needle "{value}": it reads it and gives back {back!r}; use a '
+            f'{name}: the tokenizer cannot represent the needle "{value}": it turns it into {back!r}; use a '
             "task with other values, or the tokenizer that belongs to the model"
         )
 

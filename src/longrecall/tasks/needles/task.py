@@ -104,7 +104,10 @@ class Needles:
                 f"{self.name}: depths place one needle, but {self._kind.answers} are asked for; leave them out"
             )
         if self.haystack is not None and self._kind.haystack != "essay":
-            raise UserError(f"{self.name}: its haystack is made, not read ({self._kind.haystack}); leave the text out")
+            raise UserError(
+                f"{self.name}: its haystack is generated, not read from a text ({self._kind.haystack}); leave the "
+                "text out"
+            )
         for option in ("answer_tokens", "shortest_prefix"):
             if getattr(self, option) < 1:
                 raise UserError(f"{self.name}: {option} must be at least 1, got {getattr(self, option)}")

@@ -115,8 +115,8 @@ def draw_keys(generator: np.random.Generator, kind: Kind, count: int, taken: set
     """
     if kind.key == "words" and len(taken) + count > _FULL:
         raise UserError(
-            f"this length needs more than {_FULL} different needle keys, but an adjective and a noun make only "
-            f"{WORD_KEYS}; use a shorter length, or niah_multikey_3, whose keys are UUIDs"
+            f"this length needs more than {_FULL} different needle keys, but pairs of an adjective and a noun give "
+            f"only {WORD_KEYS}; use a shorter length, or niah_multikey_3, whose keys are UUIDs"
         )
     keys: list[str] = []
     while len(keys) < count:

@@ -120,7 +120,7 @@ class QuestionAnswering:
             return read_jsonl(local_file(self.data, f"{dataset}.jsonl"), parse_row, self.skip_broken)
         if len(self.datasets) > 1:
             raise UserError(
-                f"question_answering: {self.data} is no folder, but there are {len(self.datasets)} datasets; give a "
+                f"question_answering: {self.data} is not a folder, but there are {len(self.datasets)} datasets; give a "
                 "folder with <dataset>.jsonl, or one dataset"
             )
         return read_jsonl(self.data, parse_row, self.skip_broken)

@@ -136,7 +136,9 @@ def checkpoint_fingerprint(checkpoint: Checkpoint) -> str:
 def _choose(place: Path) -> SavedRun:
     """The step that `place` is, or the newest complete one of the run that it is."""
     if not place.is_dir():
-        raise UserError(f"{place} is no folder; name the output folder of a run, or one of its {STEPS_FOLDER}/step-...")
+        raise UserError(
+            f"{place} is not a folder; name the output folder of a run, or one of its {STEPS_FOLDER}/step-..."
+        )
     if (one := saved_run(place)) is not None:
         return one
     found = find_saved_runs(place)

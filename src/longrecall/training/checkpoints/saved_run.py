@@ -178,8 +178,8 @@ class SavedRun:
         old, new = flatten(_complete_recipe(self.state["recipe"])), flatten(recipe.to_dict())
         if self.rows % data_world:
             raise UserError(
-                f"{self.folder} was saved with {self.rows} rows in a batch of all processes, which {data_world} cannot "
-                f"share; resume with a number of processes that divides {self.rows}"
+                f"{self.folder} was saved with {self.rows} rows in a batch of all processes, which {data_world} "
+                f"processes cannot share equally; resume with a number of processes that divides {self.rows}"
             )
         share = self.rows // data_world
         if new["run.batch_size"] == share:

@@ -120,7 +120,7 @@ def read_bytes(path: Path, start: int, end: int) -> bytes:
         raise unreadable(path, error) from None
     if len(raw) != end - start:
         raise UserError(
-            f"{path} ends at byte {start + len(raw)} and had more; training data must not change during a run"
+            f"{path} ends at byte {start + len(raw)} and was longer before; training data must not change during a run"
         )
     return raw
 

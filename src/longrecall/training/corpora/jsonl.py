@@ -159,7 +159,7 @@ def _document(raw: bytes, key: str, path: Path, offset: int, number: int | None)
         row = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         line = number or _line_number(path, offset)
-        raise UserError(f"{path} line {line} is not valid JSON: {error}; mend or remove it") from None
+        raise UserError(f"{path} line {line} is not valid JSON: {error}; correct or remove it") from None
     if not isinstance(row, dict) or not isinstance(row.get(key), str):
         line = number or _line_number(path, offset)
         raise UserError(f'{path} line {line} is not a JSON object with text under "{key}"; set its field')

@@ -33,11 +33,11 @@ def token_type(vocabulary: int) -> str:
 def read_index(folder: Path) -> dict[str, Any]:
     """Return what ``tokens.json`` says; UserError when it is missing or says something else."""
     path = folder / INDEX_FILE
-    again = "make the folder anew with longrecall tokenize"
+    again = "write the folder again with longrecall tokenize"
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{folder} is no folder of token files: it has no {INDEX_FILE}; {again}") from None
+        raise UserError(f"{folder} is not a folder of token files: it has no {INDEX_FILE}; {again}") from None
     except OSError as error:
         raise unreadable(path, error) from None
     except ValueError as error:
@@ -50,7 +50,7 @@ def read_index(folder: Path) -> dict[str, Any]:
             raise KeyError
         str(index["tokenizer"]["fingerprint"])
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"{path} is no index of token files that this version reads; {again}") from None
+        raise UserError(f"{path} is not an index of token files that this version reads; {again}") from None
     return dict(index)
 
 
@@ -74,7 +74,7 @@ class TokensCorpus:
         index = read_index(self._folder)
         if index["tokenizer"]["fingerprint"] != fingerprint:
             raise UserError(
-                f"{self._folder} was made with another tokenizer than the checkpoint's; make it anew with "
+                f"{self._folder} was made with another tokenizer than the checkpoint's; make it again with "
                 "longrecall tokenize --tokenizer and this checkpoint"
             )
         self._type = TYPES[index["dtype"]]

@@ -104,8 +104,9 @@ def check_shared_folder(place: Place, folder: Path) -> None:
         refusal = (
             None
             if seen
-            else f"run.output {folder} of process {place.rank} ({socket.gethostname()}) is not the folder that process "
-            "0 writes to: give a path on a file system that all processes share, and start them in the same folder"
+            else f"run.output {folder} of process {place.rank} ({socket.gethostname()}) is not the folder that "
+            "process 0 writes to. Give a path on a file system that all processes share, and start them in the "
+            "same folder"
         )
         place.refuse_together(refusal)
     finally:

@@ -103,9 +103,9 @@ def launched(recipe: Recipe, world: int, said: Mapping[str, str]) -> Recipe:
     meeting = "ACCELERATE_MIXED_PRECISION" in said and "MASTER_ADDR" in said and "MASTER_PORT" in said
     if world == 1 and meeting and not any(name in said for name in _COUNTS):
         raise UserError(
-            "accelerate launch: num_processes is above 1, but a single process was started, as it is for "
-            "distributed_type MULTI_CPU without mpirun; set distributed_type: MULTI_GPU, also on CPUs, or start the "
-            "processes with torchrun; if one is meant, leave MASTER_ADDR out of the environment"
+            "accelerate launch: num_processes is above 1, but a single process was started. distributed_type "
+            "MULTI_CPU without mpirun does that. Set distributed_type: MULTI_GPU, also on CPUs, or start the "
+            "processes with torchrun. If one process is meant, leave MASTER_ADDR out of the environment"
         )
     _check_agreement(recipe, said)
     asked = None

@@ -122,8 +122,8 @@ def naming_the_dead(place: Place) -> Iterator[None]:
         if place.world == 1 or not _LOST.search(str(error)):
             raise
         raise UserError(
-            "another process of this run has ended, and its own message says why; --resume goes on from the last whole "
-            "checkpoint"
+            "another process of this run has ended; its own message says why. --resume continues from the last "
+            "complete checkpoint"
         ) from error
 
 
@@ -175,7 +175,7 @@ def replicas(recipe: ParallelRecipe, world: int) -> int:
     if recipe.replicate is not None and wanted != world:
         raise UserError(
             f"parallel asks for {asked} = {wanted} processes, but there are {world}; start {wanted}, or leave "
-            "parallel.replicate out: it is then what is left"
+            "parallel.replicate out: it then takes the remaining processes"
         )
     return world // pieces
 
