@@ -116,13 +116,6 @@ def test_links_lead_to_a_heading(page: Path) -> None:
             assert anchor in headings(there), f"{target}#{anchor}"
 
 
-def test_cells_of_tables_are_short() -> None:
-    """A longer text is no cell: it becomes several rows, or prose below the table."""
-    for page in PAGES:
-        rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-        assert all(len(cell.strip()) <= 200 for row in rows for cell in row.split("|")), page
-
-
 def test_the_help_of_eval_names_every_task() -> None:
     assert ", ".join(task_names()) in " ".join(
         build_parser(("eval",)).parse_args(["eval", "x"]).parser.format_help().split()
@@ -225,7 +218,7 @@ def test_the_readme_says_what_its_picture_shows() -> None:
 
     text = readme_text()
     assert f"Among 32 pairs it gives {share('base'):.0%} of the numbers" in text
-    assert f"a state four times as large and 9.8M more tokens {share('perturb'):.0%}" in text
+    assert f"a state four times as large and 9.8M more tokens it gives {share('perturb'):.0%}" in text
     assert f'without a larger state ("not enlarged") {share("plain"):.0%}' in text
     assert f"({share('perturb'):.0%} and {share('preserve'):.0%} among 32 pairs)" in text
 

@@ -8,6 +8,7 @@ import doctest
 import importlib
 import inspect
 import re
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ MODULES = {
 HEAD = """# Python
 
 Generated from docstrings by `python -m website.reference`. Every example is run by the tests. In an example `torch`
-and the public names of the module are imported, and `BASE` is the folder of a small Mamba-2 that ships with longrecall:
+and the public names of the module are imported. `BASE` is the folder of a small Mamba-2 that ships with longrecall:
 `longrecall.__path__[0] + "/assets/mamba2-base"`.
 
 B is the number of sequences, T tokens, H heads, K channels of a key, V of a value.
@@ -165,7 +166,7 @@ def body(doc: str) -> list[str]:
 
 def section_body(title: str, lines: list[str]) -> list[str]:
     """The entries below Args, Returns and so on: a list, or prose where there is one."""
-    text = inspect.cleandoc("\n".join(lines)).splitlines()
+    text = textwrap.dedent("\n".join(lines)).strip().splitlines()
     if title == "Returns":
         return [marked(" ".join(text))]
     entries: list[str] = []

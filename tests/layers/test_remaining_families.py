@@ -344,7 +344,7 @@ def test_hgrn2_learns_bounds_in_a_table() -> None:
     o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-5) * w["o_norm.weight"]
     # float64, the same sums in another order.
     torch.testing.assert_close(y, o @ w["o_proj.weight"].T, rtol=1e-10, atol=1e-10)
-    with pytest.raises(UserError, match=r'no layer before it holds a table that long; the first .* "bound_rows": 2'):
+    with pytest.raises(UserError, match=r'no layer before it holds a table that long\. The first .* "bound_rows": 2'):
         run(layer("hgrn2_takes"), x)
 
 

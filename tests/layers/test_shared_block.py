@@ -82,7 +82,7 @@ def test_both_layers_use_them_after_a_copy_a_move_and_a_checkpoint(tmp_path: Pat
     ids=["itself", "later", "a_borrower", "other_sizes", "another_kind"],
 )
 def test_weights_are_those_of_an_earlier_layer_alone(layers: list[dict[str, Any]]) -> None:
-    with pytest.raises(UserError, match=r'"weights_of" of its "shared_block" is \d; it must be an earlier layer'):
+    with pytest.raises(UserError, match=r'"weights_of" of its "shared_block" is \d\. It must be an earlier layer'):
         config(*layers)
 
 

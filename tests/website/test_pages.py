@@ -44,13 +44,11 @@ def test_the_navigation_names_every_page_and_no_other() -> None:
 
 
 def test_pages_of_the_site_are_short() -> None:
-    """All but those that are generated from the code. tests/test_documents.py bounds cells outside docs/ too."""
+    """All but those that are generated from the code. tests/test_plain_english.py bounds sentences and cells."""
     for page in sorted(DOCS.rglob("*.md")):
         lines = page.read_text(encoding="utf-8").splitlines()
         name = page.relative_to(DOCS).as_posix()
         assert len(lines) <= 250 or name in GENERATED, name
-        cells = [cell.strip() for line in lines if line.startswith("|") for cell in line.split("|")]
-        assert all(len(cell) <= 200 for cell in cells), name
 
 
 def test_every_concept_has_a_picture_that_is_drawn_by_code() -> None:

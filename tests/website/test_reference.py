@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from website.api import Public, public_names
+from website.api import Public, public_names, section_body
 from website.reference import stale
 
 NAMES = public_names()
@@ -15,6 +15,12 @@ NAMES = public_names()
 
 def test_generated_pages_say_what_the_code_says() -> None:
     assert stale(write=False) == [], "run python -m website.reference"
+
+
+def test_an_entry_goes_on_in_its_next_line() -> None:
+    assert section_body("Raises", ["    UserError: a bad value,", "        or none."]) == [
+        "- `UserError`: a bad value, or none."
+    ]
 
 
 @pytest.mark.parametrize("public", NAMES, ids=lambda public: f"{public.module}.{public.name}")

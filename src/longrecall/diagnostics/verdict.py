@@ -113,7 +113,7 @@ def _length(result: Mapping[str, Any], limits: Thresholds, advice: Advice) -> li
         ratio = math.exp(min(last["rise"], 700.0))
         text = (
             f"perplexity rises above its {training}-token level at {entry['start']}: the loss is {_rise(entry)} nats "
-            f"per token above the level's {level:.2f} there and {_rise(last)} at {last['end']} "
+            f"per token above the level's {level:.2f} there. At {last['end']} it is {_rise(last)} "
             f"({ratio:.3g} times the perplexity)"
         )
         numbers = {"position": entry["start"], "level": level, "rise": entry["rise"], "rise_low": entry["rise_low"]}
@@ -194,7 +194,7 @@ def _recall(result: Mapping[str, Any], limits: Thresholds, advice: Advice) -> li
         return [_finding("recall", text, advice.learn_recall(), **numbers)]
     if held is None:
         fact = (
-            f"recall ends before {lost['length']} tokens: accuracy is {_accuracy(lost)} there; at "
+            f"recall ends before {lost['length']} tokens: accuracy is {_accuracy(lost)} there. At "
             f"{shortest['length']}, the shortest pass key prompt, it is {_accuracy(shortest)}, which leaves it unclear "
             f"whether there is any recall"
         )

@@ -73,7 +73,7 @@ def check_compiler(device: torch.device) -> None:
         name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
         if shutil.which(name) is None:
             raise UserError(
-                f'torch.compile needs a C++ compiler on a CPU, and "{name}" is not found; install one, name it in the '
+                f'torch.compile needs a C++ compiler on a CPU, and "{name}" is not found. Install one, name it in the '
                 "environment variable CXX, or do without compiling"
             )
     elif importlib.util.find_spec("triton") is None:

@@ -15,7 +15,7 @@ FOLLOWING = ("num_hidden_layers", "layer_types")
 
 
 class RecurrentConfig(ModelSizes, PreTrainedConfig):
-    """Sizes of a RecurrentLM; `layers` holds one description per layer and no two need agree.
+    """Sizes of a RecurrentLM; `layers` holds one description per layer, and layers may differ.
 
     Args:
         vocab_size: rows of the embedding.

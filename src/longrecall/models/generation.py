@@ -83,7 +83,7 @@ class RecurrentGeneration(GenerationMixin):
         if context() is not None:
             raise UserError(
                 "generate() does not run under context parallelism: each new token needs the one before it, so there "
-                "is nothing to split; call it outside of context_parallel"
+                "is nothing to split. Call it outside of context_parallel"
             )
         found = cast(Any, super())._prepare_model_inputs(*args, **options)
         check_prompt(found[0], cast(Any, self).get_input_embeddings())

@@ -263,7 +263,7 @@ class RecurrentLM(RecurrentPreTrainedModel, RecurrentGeneration, GenerationMixin
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> RecurrentOutput | tuple[Any, ...]:
-        """Read tokens from a state; nothing that was passed in is changed.
+        """Read tokens, starting from a state; nothing that was passed in is changed.
 
         Inside `context_parallel` every rank gives its piece of the sequences: the columns of `input_ids`, `labels`,
         `attention_mask` and `position_ids`, as many as each other rank. `past_key_values` is the state before the

@@ -196,8 +196,8 @@ def _check_lenders(layers: Sequence[LayerConfig]) -> None:
             earlier = every[part.lender] if part.lender < index else []
             if sum(other.lends_to(part) for other in earlier) != 1:
                 raise UserError(
-                    f'layer {index}: "weights_of" of its "{part.type}" is {part.lender}; it must be an earlier layer '
-                    "with one such block of the same sizes, which has weights of its own"
+                    f'layer {index}: "weights_of" of its "{part.type}" is {part.lender}. It must be an earlier layer '
+                    "with one such block of the same sizes, which has its own weights"
                 )
 
 

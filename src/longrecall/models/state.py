@@ -47,8 +47,8 @@ class RecurrentState:
         layers: per layer a mapping from name to tensor, batch first (docs/reference/mixers.md lists the names).
         position: int64 ``[B]``: real (unpadded) tokens each row has read.
         length: columns read, padding included; what transformers calls the cache's sequence length.
-        context: int32 ``[B, tokens]``: the real tokens each row has read, from the left without gaps, then -1; None for
-            a model without retrieval layers, which alone look them up.
+        context: int32 ``[B, tokens]``: the real tokens each row has read, from the left without gaps, then -1. Only
+            retrieval layers need them: None for a model without any.
 
     >>> model = load(BASE)
     >>> state = model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
@@ -60,10 +60,11 @@ class RecurrentState:
     """
 
     is_compileable: ClassVar[bool] = False
-    """generate() asks every cache; a state that is a new value after each step has no fixed memory to compile for."""
+    """Whether generate() may compile for this cache: no, each step makes a new state instead of writing into fixed
+    memory."""
 
     is_croppable: ClassVar[bool] = False
-    """Nor can what was read be taken back."""
+    """Whether the last tokens can be removed: a recurrent state cannot forget them."""
 
     layers: tuple[LayerState, ...]
     position: Tensor

@@ -337,7 +337,7 @@ BACKENDS = {
         Backend("flash_qla", "FlashQLA's kernels, when named; bfloat16, heads of 128", kernels=True, peer=True),
     )
 }
-"""What can compute an op, by name; `why_not` of each says what keeps it from a call.
+"""The implementations of the ops, by name; `why_not` of each says why it cannot serve a call.
 
 >>> list(BACKENDS)
 ['reference', 'chunked', 'triton', 'fla', 'flash_qla']

@@ -83,9 +83,9 @@ class Engine:
             tokenizer: for prompts that are text, and for text of answers; without one both are token ids.
             slots: sequences that are decoded together; None = 64 on a GPU, 8 on a CPU.
             queue: requests that may wait for a slot; more are refused (`Overloaded`).
-            segment: tokens of prompts, about, that are read at once, while those who write wait; None = 8,192 on a GPU,
-                1,024 on a CPU.
-            room: tokens of a sequence at most, for models with attention layers, whose caches grow. They begin with
+            segment: about how many prompt tokens are read in one pass, while the other sequences wait; None = 8,192 on
+                a GPU, 1,024 on a CPU.
+            room: most tokens of a sequence, for models with attention layers, whose caches grow. They begin with
                 little room and get more when a request needs it.
             bank: a folder of states of texts that were read before; it need not exist.
             prefix_bytes: memory for states of beginnings that several prompts share; 0 = share none.
@@ -179,7 +179,7 @@ class Engine:
     def generate(
         self, prompts: Iterable[Prompt], options: RequestOptions | None = None, *, after: str | None = None, **more: Any
     ) -> list[Result]:
-        """Answer all of these, in their order; as many as there are, whatever the queue holds.
+        """Answer all of these prompts, in their order; there may be more of them than the queue holds.
 
         Raises:
             UserError: as `submit`, and what went wrong in the engine; the other requests are given up then.

@@ -94,8 +94,8 @@ def expand(
         options: of the method, e.g. ``factor=4`` or ``state_dim=512`` of grow_state.
 
     Raises:
-        UserError: an unknown name, a layer that the method does not fit, NaN or Inf in the weights of a chosen layer,
-            an output that cannot be written. Nothing is written then.
+        UserError: an unknown name, a layer that the method does not fit, or an output that cannot be written. Also
+            NaN or Inf in the weights of a chosen layer. Nothing is written then.
 
     >>> summary = expand(BASE, "bigger", method="grow_state", layers="all", dry_run=True)
     >>> summary.state_after / summary.state_before

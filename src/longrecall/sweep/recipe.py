@@ -136,8 +136,8 @@ def _by_mixer(value: Any, check: Callable[[Any], None]) -> Any:
 class TaskRecipe:
     """A task and the cells of its settings; ``train`` among them is the number of training examples.
 
-    A cell is trained and tested on rows of one law. With `train` there is one cell instead, which is trained on several
-    sets of rows, and `test` says on which other ones.
+    A cell is trained and tested on rows of one distribution. With `train` there is one cell instead, which is trained
+    on several sets of rows, and `test` says on which other ones.
     """
 
     name: str
@@ -148,7 +148,7 @@ class TaskRecipe:
     grid: Annotated[dict[str, list[Any]], _lists] = field(default_factory=dict)
     """Every combination of these values."""
     vary: Annotated[dict[str, list[Any]], _lists] = field(default_factory=dict)
-    """One setting at a time, the others at the baseline, which is a cell too."""
+    """Change one setting at a time; the others stay at the baseline, which is a cell too."""
     train: tuple[Annotated[Settings, _mapping], ...] = ()
     """Sets that are trained on together: settings, and ``rows``, their number of examples."""
     test: tuple[Annotated[Settings, _mapping], ...] = ()
@@ -176,11 +176,11 @@ class DataRecipe:
     """The examples, the same for every model."""
 
     train: int = 20000
-    """Training examples of a cell."""
+    """Training examples per cell."""
     test: int = 1000
-    """Test examples of a cell."""
+    """Test examples per cell."""
     seed: int = 0
-    """Of the examples."""
+    """Seed of the examples."""
 
     def __post_init__(self) -> None:
         positive(self, "train", "test")
@@ -206,11 +206,11 @@ class ModelsRecipe:
     tie_embeddings: bool = True
     """The output head is the embedding."""
     norm: Annotated[str | Settings, _norms] = RMS
-    """Of the residual stream: rms or layer; or {mixer: kind, others: kind}."""
+    """Norm of the residual stream: rms or layer; or {mixer: kind, others: kind}."""
     second_norm: Annotated[bool | Settings, _flags] = False
-    """Behind a mixer without an MLP another block that adds the stream's norm, as zoology has it; or {mixer: ...}."""
+    """After a mixer without an MLP, add another block that adds the stream's norm, as zoology does; or {mixer: ...}."""
     final_norm: str | None = None
-    """Before the head: rms or layer; null = as `norm`."""
+    """Norm before the head: rms or layer; null = as `norm`."""
 
     def __post_init__(self) -> None:
         labels = [label(mixer) for mixer in self.mixers]
@@ -248,7 +248,7 @@ class TrainingRecipe:
     """Peaks of AdamW: a list, or {logspace: [-4, -2, 4]}."""
     weight_decays: tuple[float, ...] = (0.1,)
     seeds: tuple[int, ...] = (0,)
-    """Of a model's first weights, of the order of examples and of dropout."""
+    """Seeds of a model's first weights, of the order of examples and of dropout."""
     batch_size: Annotated[int | dict[int, int], _batch_size] = 128
     """Sequences of a step; or {length: sequences}: the entry of the smallest length that is not below the task's."""
     shuffle: bool = True
@@ -262,8 +262,8 @@ class TrainingRecipe:
     improvement: float = 0.01
     """The share by which a training loss has to be lower than the lowest before to count as fallen."""
     metric: str = "accuracy"
-    """Of the test examples: accuracy (of labels), whole_accuracy (of examples), macro_accuracy (mean over tokens) or
-    mad_accuracy (the same batch by batch, as MAD's code has it)."""
+    """Measured on the test examples: accuracy (of labels), whole_accuracy (of examples), macro_accuracy (mean over
+    tokens) or mad_accuracy. The last is macro_accuracy batch by batch, as in MAD's code."""
     evaluate_every: int = 0
     """Steps between evaluations; 0 = once an epoch. The last step is always followed by one."""
     schedule: str = "cosine"
@@ -273,7 +273,7 @@ class TrainingRecipe:
     warmup: float = 0.0
     """Linear warm-up: below 1 a share of the steps, else a number of steps."""
     dropout: float = 0.0
-    """Of the token embeddings, in training."""
+    """Dropout of the token embeddings, in training."""
     clip: float = 0.0
     """Largest gradient norm; 0 = no clipping."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -329,7 +329,9 @@ class TrainingRecipe:
 
 @dataclass(frozen=True)
 class RunRecipe:
-    """Where to and with what; nothing here makes it another run, though its sums may be rounded otherwise."""
+    """Where results go and what computes them. Nothing here changes which runs there are, though sums may be rounded
+    differently.
+    """
 
     output: str
     """The result file."""
@@ -338,7 +340,7 @@ class RunRecipe:
     processes: int = 1
     """Processes among which they are shared out on a GPU; on CPUs this plays no part."""
     matmul_precision: str = "highest"
-    """Of float32 products: highest (float32), high (tensor-float-32 on a GPU) or medium (may be bfloat16)."""
+    """Precision of float32 products: highest (float32), high (tensor-float-32 on a GPU) or medium (may be bfloat16)."""
     budget: float | None = None
     """Seconds after which the sweep stops; runs that have not ended are left to --resume."""
     checkpoints: str | None = None

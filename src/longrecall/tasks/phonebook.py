@@ -232,7 +232,9 @@ def _place(cell: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class PhonebookSource(declare.TrainingSource):
-    """Dense recall text made on the fly: name -> number lines, then queries; only the queried numbers are labelled."""
+    """Dense recall text made on the fly: name -> number lines, then queries; only the numbers that are asked for are
+    labelled.
+    """
 
     kind: ClassVar[str] = "phonebook"
 

@@ -51,7 +51,7 @@ def assign_rows(sources: Sequence[AnySource], rows: int) -> list[tuple[int, int]
     if not texts:
         kinds = ", ".join(dict.fromkeys(source.kind for source in sources))
         raise UserError(
-            f"data.sources: {kinds} cannot continue from batch to batch, every sequence is complete; add a source of "
+            f"data.sources: {kinds} cannot continue from batch to batch, every sequence is complete. Add a source of "
             "text (text, jsonl, parquet), or use another initial_state.kind than truncated_bptt"
         )
     weights = np.array([sources[i].weight for i in texts], dtype=np.float64)

@@ -56,12 +56,12 @@ class DataRecipe:
     context_length: Length = 512
     """Tokens of a sequence; 4k = 4096."""
     seed: int = 0
-    """Of the order of the documents, of the mixture and of generated tasks."""
+    """Seed of the order of the documents, of the mixture and of generated tasks."""
     reset_documents: bool = False
-    """Every document starts from a state of its own, also inside a sequence; else a sequence is read as one text."""
+    """Every document starts from a fresh state, also inside a sequence; otherwise a sequence is read as one text."""
     workers: int | None = None
-    """Processes that read and tokenise ahead, for each process of the run; 0 = the training does it itself between the
-    steps, none = 0 on a CPU and up to 4 beside a GPU. It changes no batch."""
+    """Processes that read and tokenise ahead, per process of the run; none = 0 on a CPU, up to 4 with a GPU. With 0 the
+    training process does it between the steps. The number changes no batch."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -83,7 +83,7 @@ class RateRecipe:
     learning_rate: str | float | None = None
     """Peak: a multiple of optimizer.learning_rate like 10x, or a rate like 0.01; none = as without the pattern."""
     weight_decay: float | None = None
-    """Of all that the pattern matches, norms and biases too; none = as without the pattern."""
+    """Weight decay of all that the pattern matches, norms and biases too; none = as without the pattern."""
 
     def __post_init__(self) -> None:
         _check_patterns("match", (self.match,))
@@ -98,9 +98,10 @@ class OptimizerRecipe:
     """AdamW and its learning-rate schedule."""
 
     learning_rate: float = 1e-3
-    """Peak, of everything that surgery did not touch."""
+    """Peak learning rate of everything that surgery did not touch."""
     touched: str | float = "1x"
-    """Peak of what surgery touched (surgery.json): a multiple of learning_rate like 10x, or a rate like 0.01."""
+    """Peak learning rate of what surgery touched (surgery.json): a multiple of learning_rate like 10x, or a rate like
+    0.01."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decays of AdamW's two moments."""
     epsilon: float = 1e-8
@@ -118,7 +119,7 @@ class OptimizerRecipe:
     minimum: float = 0.0
     """What the schedule ends at, as a share of the peak."""
     rates: tuple[RateRecipe, ...] = ()
-    """Peaks of their own by pattern; the first that matches a parameter holds, before `touched`."""
+    """Own peaks for parameters by pattern; the first pattern that matches counts, before `touched`."""
     train: tuple[str, ...] = ()
     """Patterns of the parameters that are trained; none = all."""
     freeze: tuple[str, ...] = ()
@@ -163,7 +164,9 @@ class OptimizerRecipe:
 
 @dataclass(frozen=True)
 class HandoverRecipe:
-    """When the output of handover layers moves from the old path to the new one; no such layers, no effect."""
+    """When the output of handover layers moves from the old path to the new one; without such layers it has no
+    effect.
+    """
 
     start: float = 0.0
     """Share of the steps at which it begins."""
@@ -178,7 +181,7 @@ class HandoverRecipe:
 
 @dataclass(frozen=True)
 class RunRecipe:
-    """How long, how large, where to."""
+    """How long and how large the run is, and where its results go."""
 
     output: str
     """Folder for checkpoints and logs."""
@@ -197,7 +200,7 @@ class RunRecipe:
     cuda_graphs: bool = True
     """On a GPU: record the forward and backward pass of a micro-batch once and replay it, where that is possible."""
     seed: int = 0
-    """Of everything that is random outside the data."""
+    """Seed of everything that is random outside the data."""
     save_every: int = 0
     """Steps between resumable checkpoints; 0 = only at the end."""
     keep: int = 2
@@ -236,7 +239,7 @@ class ParallelRecipe:
     """How the processes of a run share the work: their number is replicate x shard x context."""
 
     replicate: int | None = None
-    """Copies of the weights, each trained on rows of its own; none = what is left of the processes."""
+    """Copies of the weights, each trained on rows of its own; none = all processes that shard and context leave."""
     shard: int = 1
     """Processes that share one copy of the weights (FSDP2); each reads rows of its own."""
     context: int = 1

@@ -67,7 +67,7 @@ class TaskRecipe:
     lengths: tuple[Annotated[int, parse_length], ...] = ()
     """As for eval --lengths; none = data.context_length."""
     samples: int = 64
-    """Answers of a cell; for bits_per_byte windows."""
+    """Answers per cell; for bits_per_byte, windows of text."""
     text: str | None = None
     """A text file for tasks that read one: what bits_per_byte predicts, the haystack of needles and stories."""
     options: Annotated[dict[str, Any], _read_options] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class StopRecipe:
 
 @dataclass(frozen=True)
 class EvaluationRecipe:
-    """Measurements while the model trains; they change nothing of the training itself but where it ends."""
+    """Measurements during training. They change nothing of the training itself, except where it ends."""
 
     every: int
     """Steps between two of them; there is one after the last step too."""
@@ -142,9 +142,9 @@ class EvaluationRecipe:
     at_start: bool = False
     """Measure the untrained model too."""
     seed: int = 0
-    """Of the held-out sequences and of the samples of tasks."""
+    """Seed of the held-out sequences and of the samples of tasks."""
     metric: str | None = None
-    """What `stop` and `best` go by: held_out.loss, passkey.accuracy, ...; none = the first there is."""
+    """The metric of `stop` and `best`: held_out.loss, passkey.accuracy, ...; none = the first there is."""
     stop: StopRecipe | None = None
     """End training when the metric no longer improves."""
     best: bool = False

@@ -24,25 +24,28 @@ class LeashRecipe:
     teacher: str | None = None
     """Folder (or hub id) of a checkpoint with the same vocabulary; none = what the last surgery started from."""
     weight: float = 1.0
-    """Of KL(teacher || model) of a token, where that of the loss of a label is 1."""
+    """Weight of KL(teacher || model) per token, where the loss of a label has weight 1."""
     sources: tuple[str | int, ...] = ("text",)
-    """Sequences that it holds for: all, text (running text), tasks, a kind of source, or the number of a source."""
+    """Sequences that the leash applies to: all, text (running text), tasks, a kind of source, or the number of a
+    source."""
     tokens: str = "all"
-    """Of these sequences: all, or labelled: only those that the loss counts."""
+    """Which tokens of these sequences: all, or labelled: only those that the loss counts."""
     instead: bool = False
     """These tokens have no other loss: their labels are left out, though they still count in the mean."""
     length: Annotated[int, parse_length] | None = None
-    """Only the first so many tokens of a sequence; none = the whole of it."""
+    """Only the first tokens of a sequence, this many; none = all of them."""
     temperature: float = 1.0
     """Both logits are divided by it: above 1, unlikely tokens count more."""
     top_k: int | None = None
-    """The teacher's so many likeliest tokens count one by one, the others as one; none = every token."""
+    """The teacher's k likeliest tokens count one by one, all others together as one; none = every token counts by
+    itself."""
     hidden: float = 0.0
     """Weight of the squared distance of the residual streams after every layer, relative to the teacher's length."""
     dtype: str | None = None
     """Type of the teacher's weights; none = model.dtype."""
     sha256: str | None = None
-    """Of the teacher's files; another teacher is refused. A run fills it in, and resumes with the same one alone."""
+    """SHA-256 of the teacher's files; another teacher is refused. A run fills it in and resumes only with the same
+    one."""
 
     def __post_init__(self) -> None:
         one_of("tokens", self.tokens, ("all", "labelled"))

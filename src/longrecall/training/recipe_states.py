@@ -25,7 +25,7 @@ class InterventionRecipe:
     kind: ClassVar[str] = ""
 
     probability: float = 1.0
-    """With which each sequence gets the state of the intervention; otherwise it starts from zero."""
+    """Probability that a sequence gets the state of the intervention; otherwise it starts from zero."""
     convolution: bool = True
     """The states of the short convolutions take part too."""
 
@@ -50,17 +50,18 @@ class StatePassingRecipe(InterventionRecipe):
     clip_norm: float | None = None
     """Largest Frobenius norm of a passed recurrent state, per sequence, layer and head; none = as it is."""
     attention_window: Annotated[int, parse_length] | None = None
-    """Attention layers still see so many tokens of the sequence that the state comes from; none = they start empty."""
+    """This many last tokens of the sequence that the state comes from stay visible to attention layers; none = none of
+    them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TruncatedBpttRecipe(InterventionRecipe):
-    """A row goes on reading its text where it stopped in the batch before, from the state it had there."""
+    """A row continues its text where it stopped in the batch before, from the state it had there."""
 
     kind: ClassVar[str] = "truncated_bptt"
 
     attention_window: Annotated[int, parse_length] | None = None
-    """Attention layers still see so many tokens of the text before the row; none = they start empty."""
+    """This many tokens of the text before the row stay visible to attention layers; none = none of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +89,9 @@ class FittedNoiseRecipe(InterventionRecipe):
     kind: ClassVar[str] = "fitted_noise"
 
     average: str = "exponential"
-    """Over the batches so far: exponential (the newest count most) or cumulative (all count the same)."""
+    """Average over the batches so far: exponential (the newest count most) or cumulative (all count the same)."""
     decay: float = 0.99
-    """exponential: what is left of a batch's weight after the next one."""
+    """With average exponential: the share of a batch's weight that is left after the next batch."""
     text_only: bool = False
     """Only running text gets the state; sequences of tasks (phone books, pass keys) start from zero."""
     clip_norm: float | None = None
@@ -112,7 +113,7 @@ class LearnedRecipe(InterventionRecipe):
     freeze: bool = True
     """Train the state alone and leave the weights as they are."""
     learning_rate: float = 0.01
-    """Peak, of the state; it follows the schedule of the optimizer section and has no weight decay."""
+    """Peak learning rate of the state; it follows the schedule of the optimizer section and has no weight decay."""
     text_only: bool = False
     """Only running text gets the state; sequences of tasks (phone books, pass keys) start from zero."""
 

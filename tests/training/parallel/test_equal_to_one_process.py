@@ -87,7 +87,7 @@ OWN_TEXT = {"context_length": 32, "sources": [{"kind": "text", "path": "own.txt"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "divides": ({"parallel": {"shard": 3}}, "shard 3 x context 1 = 3, which does not divide the 2 processes; start a"),
     "counts": ({"parallel": {"replicate": 2, "shard": 2}}, "= 4 processes, but there are 2; start 4, or leave"),
-    "differs": ({}, "optimizer.learning_rate is 0.5 in process 1 and 0.001 in process 0; start all of them with the"),
+    "differs": ({}, "optimizer.learning_rate is 0.5 in process 1 and 0.001 in process 0. Start all of them with the"),
     "apart": ({}, "run.output out of process 1 .* is not the folder that process 0 writes to. Give a path on"),
     "older": ({"model": {"checkpoint": "own"}}, r"model.checkpoint model.safetensors of process 1 is not that of proc"),
     "shorter": ({"data": OWN_TEXT}, r"data.sources.0 of process 1 is not that of process 0: give a path on a file"),

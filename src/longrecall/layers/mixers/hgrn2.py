@@ -84,8 +84,8 @@ class HGRN2(nn.Module):
             return self.config.lower_bound
         if table is None or row >= len(table):
             raise UserError(
-                f'mixer "hgrn2" reads row {row} of lower bounds, but no layer before it holds a table that long; '
-                f'the first hgrn2 layer needs "bound_rows": {row + 1} or more'
+                f'mixer "hgrn2" reads row {row} of lower bounds, but no layer before it holds a table that long. '
+                f'The first hgrn2 layer needs "bound_rows": {row + 1} or more'
             )
         bound: Tensor = table[row].to(dtype).unflatten(-1, (self.config.num_heads, -1))
         return bound

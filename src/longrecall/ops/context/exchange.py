@@ -39,8 +39,8 @@ def from_previous(tensor: Tensor, start: Tensor) -> Tensor:
 
     Gradients return: that of the result goes to `tensor` of the rank before, and on the first rank to `start`.
 
-    Inside `row_pieces` the rows of both are documents: the last row of each sequence goes to the next rank, where it
-    takes the place of the row that goes on with it; every other row of the result is that of `start`.
+    Inside `row_pieces` the rows of both are documents. The last row of each sequence goes to the next rank, where it
+    replaces the row of the document that goes on. Every other row of the result is that of `start`.
 
     Args:
         tensor: ``[B, ...]``, one shape and dtype on all ranks (of documents, the number of rows may differ).

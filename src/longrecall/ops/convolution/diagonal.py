@@ -34,7 +34,8 @@ def diagonal_ssm(
 
     Args:
         u: ``[B, T, H, P]``: P channels of head h share its eigenvalues and gains.
-        rate: ``[H, M]``, not negative: by how much a token lets the state decay, in nats. angle: ``[H, M]``, radians.
+        rate: ``[H, M]``, not negative: by how much a token lets the state decay, in nats.
+        angle: ``[H, M]``, radians.
         gain: ``[H, M, 2]``, real and imaginary part.
         skip: D, ``[H]``; None = no skip connection.
         initial_state: ``[B, H, 2 M, P]``, M real parts and then M imaginary ones; None = zeros.

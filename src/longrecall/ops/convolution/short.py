@@ -93,7 +93,8 @@ def short_convolution(
 
     Args:
         x: ``[B, T, C]``.
-        weight: ``[C, W]``, the newest input last. bias: ``[C]`` or None.
+        weight: ``[C, W]``, the newest input last.
+        bias: ``[C]`` or None.
         state: ``[B, C, W - 1]``: the inputs before x; None = zeros.
         mask: bool ``[B, T]``; False marks padding: it is skipped as if it were not there (its outputs are arbitrary).
         activation: "silu" or None.

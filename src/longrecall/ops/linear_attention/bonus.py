@@ -71,7 +71,7 @@ def bonus_linear_attention(
     check_attention_inputs(r, k, v, log_decay)
     if tuple(bonus.shape) != tuple(r.shape[2:]) or log_decay.shape != r.shape or r.shape[2] != v.shape[2]:
         raise ValueError(
-            f"the bonus must be [H, K], and r, k and log_decay have the H heads of v; got bonus {list(bonus.shape)}, "
+            f"the bonus must be [H, K], and r, k and log_decay have the H heads of v. Got bonus {list(bonus.shape)}, "
             f"r {list(r.shape)}, log_decay {list(log_decay.shape)}, v {list(v.shape)}"
         )
     if cu_seqlens is not None:

@@ -70,7 +70,7 @@ def linear_recurrence(
     backend: str | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Channels that decay each by itself: :math:`h_t = e^{g_t} h_{t-1} + x_t`.
+    r"""Independent channels, each with its own decay: :math:`h_t = e^{g_t} h_{t-1} + x_t`.
 
     Source: De et al. 2024 (Griffin), equation 4, without its gates; also the recurrence of HGRN and of S4D-like layers
     with real eigenvalues that depend on the token.
@@ -122,7 +122,7 @@ def weighted_average(
         log_decay: w, natural logarithm, <= 0, ``[B, T, C]``, or ``[C]`` where all tokens have the same.
         bonus: u, ``[C]``.
         initial_state: ``[B, 3, C]``: the average without a bonus, the logarithm of the sum of its weights, and 1 where
-            a token was read; None = zeros, which are the state before the first token.
+            a token was read. None = zeros, the state before the first token.
         backend, cu_seqlens: as in `linear_recurrence`.
 
     Returns:

@@ -29,7 +29,7 @@ class NeedleSource(TrainingSource):
     kind: ClassVar[str] = "needles"
 
     tasks: tuple[str, ...] = ("niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2")
-    """Of the eight niah tasks; equally likely."""
+    """Some of the eight niah tasks, equally likely."""
     path: str | None = None
     """A UTF-8 text file, the haystack of those that read one; none = the book that ships for training."""
     loss_on: str = "answers"

@@ -116,7 +116,7 @@ def draw_keys(generator: np.random.Generator, kind: Kind, count: int, taken: set
     if kind.key == "words" and len(taken) + count > _FULL:
         raise UserError(
             f"this length needs more than {_FULL} different needle keys, but pairs of an adjective and a noun give "
-            f"only {WORD_KEYS}; use a shorter length, or niah_multikey_3, whose keys are UUIDs"
+            f"only {WORD_KEYS}. Use a shorter length, or niah_multikey_3, whose keys are UUIDs"
         )
     keys: list[str] = []
     while len(keys) < count:

@@ -70,7 +70,7 @@ class QuestionSource(TrainingSource):
     answers: str = "answers"
     """The key of the answer: a text, a list of them (the first is trained on), or SQuAD's text and answer_start."""
     style: str = "ask"
-    """Wording of the prompts: ask, cloze, key or chat, as in the evaluation task."""
+    """Wording of the prompts, as in the evaluation task: ask, cloze, key or chat."""
     form: str = "once"
     """once, or twice: the question, the document, and the document again."""
     questions: int = 1
@@ -78,7 +78,7 @@ class QuestionSource(TrainingSource):
     loss_on: str = "answers"
     """answers, or all: every token."""
     too_long: str = "cut"
-    """A document that does not fit is cut around the first answer, or its question skipped: cut or skip."""
+    """What happens to a document that does not fit: cut (around the first answer) or skip (its question)."""
     skip_broken: bool = False
     """Leave out broken rows and count them instead of stopping."""
     weight: float = 1.0

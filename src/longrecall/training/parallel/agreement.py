@@ -33,7 +33,7 @@ def check_same_run(place: Place, recipe: Mapping[str, Any], **options: Any) -> N
         key, other, first, second = found
         place.refuse_together(
             f"the processes were started differently: {key.removeprefix('recipe.')} is {second!r} in process {other} "
-            f"and {first!r} in process 0; start all of them with the same recipe and options"
+            f"and {first!r} in process 0. Start all of them with the same recipe and options"
         )
 
 
