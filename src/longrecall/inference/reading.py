@@ -22,7 +22,7 @@ MOST_ROWS = 4
 """Larger batches keep the GPU busy by themselves."""
 
 Where = tuple[Any, ...] | None
-"""`addresses` of the model, for who has just looked them up; None = look them up."""
+"""`addresses` of the model, given by a caller that has just looked them up; None = look them up."""
 
 
 def rounded_room(tokens: int) -> int:

@@ -123,7 +123,7 @@ def kept(
 ) -> Made:
     """What was captured under `key` for the model as it is now; made when there is none.
 
-    `where`: the model's `addresses`, for who has just looked them up.
+    `where`: the model's `addresses`, from a caller that has just looked them up.
 
     Raises:
         torch.OutOfMemoryError: memory is short even after all that was captured before has been given up.

@@ -89,9 +89,9 @@ class Engine:
                 little room and get more when a request needs it.
             bank: a folder of states of texts that were read before; it need not exist.
             prefix_bytes: memory for states of beginnings that several prompts share; 0 = share none.
-            order: who of those that wait gets the next slot: "arrival", the first that came, or "longest", the one that
-                asks for the most new tokens. A batch of unequal requests ends sooner with the longest first, as no long
-                answer is left alone at the end; but a short one may wait for as long as longer ones come.
+            order: which waiting request gets the next slot: "arrival", the first that came, or "longest", the one that
+                asks for the most new tokens. With the longest first a batch of unequal requests ends sooner, as no long
+                answer is left alone at the end. But a short request may wait for as long as longer ones come.
             dtype: of a checkpoint's weights; None = as stored.
             device: of a checkpoint's weights; None = the GPU if there is one.
             quantize: "int8" or "fp8" weights of a checkpoint, as `longrecall.load` makes them.

@@ -28,7 +28,7 @@ def inner_path(method: Method, mixer: MixerDescription) -> Path:
     if method.mixers == ANY_MIXER:
         return ()
     found = _search(method, mixer)
-    # What a retrieval layer is made of is what somebody asks for who names such a layer.
+    # Whoever names a retrieval layer means the mixers that it is made of.
     base = ("base",) if mixer.get("type") == RetrievalConfig.type else ()
     return base if found is None else found
 
