@@ -155,7 +155,7 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt": "half \ud800"}, "at place 5"),
     ({"prompt": "a", "stream": "yes"}, "true or false"),
     ({"prompt": "a", "after": "nothing"}, 'no text "nothing"'),
-    ({"prompt": "a", "after": "../secret"}, "no name"),
+    ({"prompt": "a", "after": "../secret"}, "cannot name a text"),
 ]
 
 

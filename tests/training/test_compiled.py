@@ -167,7 +167,7 @@ def test_without_a_compiler_the_error_says_what_to_do(
 
 def test_a_growing_search_is_not_compiled(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(base), "--tasks", "passkey", "--search", "1k", "--compile"]) == 2
-    assert "--compile makes code for every length anew" in capsys.readouterr().err
+    assert "--compile makes new code for every length" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def test_the_stream_continues_exactly_from_its_position(text: Path) -> None:
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ([PHONEBOOK], r"data\.sources: phonebook cannot continue from batch to batch.*add a source of text"),
+        ([PHONEBOOK], r"data\.sources: phonebook cannot continue from batch to batch.*Add a source of text"),
         (
             [{"kind": "text", "path": "t"}, {"kind": "jsonl", "path": "j", "weight": 0.01}],
             r"data\.sources\.1 \(jsonl\): its weight gives it none of the 3 rows",

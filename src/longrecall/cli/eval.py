@@ -154,7 +154,7 @@ def _search(args: argparse.Namespace, tasks: list[str]) -> int | None:
         raise UserError(f"--search takes one task, for example --tasks niah_single_3; got {len(tasks)}")
     if args.compile:
         raise UserError(
-            "--compile makes code for every length anew, and --search meets a new one at each step: use one"
+            "--compile makes new code for every length, and --search tries many lengths; use only one of them"
         )
     return _length(args.search, "--search")
 

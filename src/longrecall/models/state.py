@@ -165,7 +165,7 @@ class RecurrentState:
                     layers[int(index)][key] = tensor.to(model.device)
             position, length = tensors["position"].to(model.device), int(metadata["length"])
         except (KeyError, ValueError, IndexError) as error:
-            raise UserError(f"{path} is not a whole state file ({error}); write it anew.") from error
+            raise UserError(f"{path} is not a whole state file ({error}); write it again.") from error
         context = tensors["context"].to(model.device) if "context" in tensors else None
         return cls(tuple(layers), position, length, context)
 

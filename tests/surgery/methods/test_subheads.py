@@ -207,11 +207,15 @@ HEADWISE = {"kind": "headwise", "activation": "silu", "subheads": True}
         ({"merged": True}, {}, "merged and share one state"),
         ({"expansion": HEADWISE | {"factor": 8, "grafted": True}}, {"factor": 4}, "would get 32.*at most factor 2"),
         ({"expansion": HEADWISE | {"factor": 16, "grafted": True}}, {"factor": 2}, "would get 32.*use other layers"),
-        ({"expansion": {"kind": "lfm", "factor": 2, "activation": "silu", "subheads": True}}, {}, r"already \(lfm\)"),
+        (
+            {"expansion": {"kind": "lfm", "factor": 2, "activation": "silu", "subheads": True}},
+            {},
+            r"already expanded \(lfm\)",
+        ),
         (
             {"expansion": HEADWISE | {"factor": 2, "subheads": False, "grafted": False}},
             {},
-            r"already \(headwise without subheads\)",
+            r"already expanded \(headwise without subheads\)",
         ),
     ],
 )
@@ -241,7 +245,7 @@ def test_from_the_command_line(build: Build, tmp_path: Path, capsys: pytest.Capt
     text = capsys.readouterr().out
     # 2 heads x 8 subheads x 4 x 8 numbers; the Transformer: 2 * 16 numbers a token in 2 layers.
     assert "expansion=headwise:8" in text and "2.0 KiB per sequence in float32, at any length: 512 numbers" in text
-    assert "caches 512.0 KiB there: 262,144 numbers" in text and "256.00 times as many as the state" in text
+    assert "caches 512.0 KiB there: 262,144 numbers" in text and "256.00 times as large as the state" in text
     (record,) = open_checkpoint(tmp_path / "out").surgery
     assert record["options"] == {"factor": 8, "fresh": "measured", "noise_scale": 1.0}
     assert record["state_size"] == {"before": 64, "after": 512}
