@@ -31,20 +31,15 @@ PAGE = 30
 WORKSHOP = 35
 """Words of a sentence on a page for those who work on the kernels, which names many parts at once."""
 GENERATED = ("api.md", "cli.md", "recipes.md")
-STILL_LONG = (
-    *("evaluation/comparing.md", "evaluation/synthetic.md", "evidence.md", "state_recall/seeds.md"),
-    *("length_generalization.md", "length_generalization/ill_models.md"),
-)
-"""Pages of docs/ that have longer sentences still."""
 
 
-def bound(page: Path) -> int | None:
-    """Words of a sentence on a page; None = not bounded yet."""
+def bound(page: Path) -> int:
+    """Words of a sentence on a page."""
     if page.parent.name == "reference" and page.name in GENERATED:
         return PROGRAM
     if page.stem in ("architecture", "kernels") or page.parent.name == "kernels":
         return WORKSHOP
-    return None if page.is_relative_to(DOCS) and page.relative_to(DOCS).as_posix() in STILL_LONG else PAGE
+    return PAGE
 
 
 def too_long(text: str, most: int) -> list[str]:
@@ -54,9 +49,8 @@ def too_long(text: str, most: int) -> list[str]:
 def test_sentences_of_pages_are_short() -> None:
     found = []
     for page in PAGES:
-        if (most := bound(page)) is not None:
-            parts = paragraphs(page.read_text(encoding="utf-8"))
-            found += [f"{page.relative_to(ROOT)}, {line}" for part in parts for line in too_long(part, most)]
+        parts = paragraphs(page.read_text(encoding="utf-8"))
+        found += [f"{page.relative_to(ROOT)}, {line}" for part in parts for line in too_long(part, bound(page))]
     assert not found, "make two sentences, or a list, of each:\n" + "\n".join(found)
 
 

@@ -123,8 +123,12 @@ def test_in_short_quotes_the_ill_gla_models(prose: str) -> None:
     mamba = pages.number(records.rise(models["second", "mamba2_n4:6"]), True)
     assert f"The rises are {rises[0]} and {rises[1]} nats; the Mamba-2 has {mamba}" in prose
     assert f"the rise that the control has ({pages.number(records.rise(models['third', 'gla_k16:0']), True)})" in prose
-    told = {"zero": "rises of", "state_passing": "passing", "state_passing_text": "passing in text"}
-    told |= {"truncated_bptt": "truncated BPTT", "noise": "plain noise the rise is", "fitted_noise": "fitted noise"}
+    told = {"zero": "rises of", "state_passing": "Passing leaves", "state_passing_text": "passing in text"}
+    told |= {
+        "truncated_bptt": "Truncated BPTT leaves",
+        "noise": "plain noise the rise is",
+        "fitted_noise": "fitted noise",
+    }
     for arm, words in told.items():
         shown = [report.level(records.rows_of(records.record_of(m), m, arm), "rise") for m in records.ILL[1:]]
         assert f"{words} {shown[0]} and {shown[1]}" in prose, arm
@@ -170,7 +174,7 @@ def test_cures_of_the_ill_gla_models_take_what_the_page_says(prose: str) -> None
 
 def test_cures_of_the_ill_gla_models_pay_from_where_the_page_says(prose: str) -> None:
     assert "from 4096 on it reads every recorded range surely better" in prose
-    assert "passing in every row and truncated BPTT surely better from 16k on, at the latest" in prose
+    assert "Passing in every row and truncated BPTT do so from 16k on, at the latest" in prose
     starts = {"state_passing_text": 4096, "state_passing": 16384, "truncated_bptt": 16384}
     for model in records.ILL[1:]:
         record = records.record_of(model)
