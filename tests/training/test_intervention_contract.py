@@ -57,7 +57,7 @@ OWN_TENSORS = (
     "handover",
     "with_attention",
 )
-"""One of each kind of state: a matrix, with one convolution or three, with a shift, vectors, memories, two mixers, caches."""
+"""One of each kind of state: a matrix, with a convolution, with three, with a shift, vectors, memories, two, caches."""
 MADE_UP = ("zero", "noise", "fitted_noise")
 """Interventions that make a state up, tensor by tensor: to a mixer it is one that was passed on, as `state_passing`
 has it. Of mixers whose state is like that of one in `OWN_TENSORS` these are tried by `-m slow` alone."""
