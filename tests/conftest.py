@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -33,6 +34,12 @@ providers._get_local_constants = lambda: providers._local_constants
 # On a busy machine any example may take long: a time says nothing there.
 settings.register_profile("any time", deadline=None)
 settings.load_profile("any time")
+
+WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if WORKER:
+    # To take down what the tests have imported takes seconds, and nobody asks how a worker ends. This runs after all
+    # that is registered from here on, such as the removal of temporary folders.
+    atexit.register(os._exit, 0)
 
 MIXERS: dict[str, dict[str, Any]] = {
     "gla": {"type": "gla", "num_heads": 2, "key_dim": 8, "value_dim": 16},
@@ -123,15 +130,15 @@ def pytest_collection_finish() -> None:
 
     There are millions of such objects, and transformers' Trainer collects garbage at the end of each run.
     """
-    gc.collect()
     gc.freeze()
     warm.prepare()
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter take everything down at its end."""
+    """Let the interpreter take everything down at its end, but for a worker, which just ends."""
     warm.close()
-    gc.unfreeze()
+    if not WORKER:
+        gc.unfreeze()
 
 
 class PlainBytes:

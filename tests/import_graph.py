@@ -107,7 +107,11 @@ def _named_by_a_constant(call: ast.Call) -> bool:
 
 def circular_edges(edges: Graph) -> set[Edge]:
     """The imports (importing module, imported module) that lie on a circle."""
-    return {(a, b) for a, targets in edges.items() for b in targets if _way(edges, b, a)}
+    left = dict(edges)
+    # What imports nothing that is left lies on no circle; of a project without circles nothing stays.
+    while ends := {module for module, targets in left.items() if not targets & left.keys()}:
+        left = {module: targets for module, targets in left.items() if module not in ends}
+    return {(a, b) for a, targets in left.items() for b in targets & left.keys() if _way(edges, b, a)}
 
 
 def circle(edges: Graph, edge: Edge) -> str:

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.quick_arithmetic import Arithmetic
+
 
 def quicken(patch: pytest.MonkeyPatch) -> None:
     """Replace parts of the interpreter by quicker ones. Without Triton nothing is done; parts by other names stay."""
@@ -57,7 +59,7 @@ def call_directly(patch: pytest.MonkeyPatch) -> None:
     from triton.runtime import interpreter
 
     check = core.builtin(lambda: None).__code__
-    plain, semantic = interpreter._patch_attr, interpreter.interpreter_semantic
+    plain, semantic, arithmetic = interpreter._patch_attr, interpreter.interpreter_semantic, Arithmetic()
 
     def patch_attr(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         if getattr(member, "__code__", None) is not check:
@@ -69,7 +71,7 @@ def call_directly(patch: pytest.MonkeyPatch) -> None:
             options["_semantic"] = semantic
             return function(*arguments, **options)
 
-        scope.set_attr(place, name, call)
+        scope.set_attr(place, name, arithmetic.quick(name, call) if place is core.tensor else call)
 
     patch.setattr(interpreter, "_patch_attr", patch_attr)
 

@@ -41,13 +41,18 @@ LENDER, BORROWER = (
 SHIFTED = {"input_dim": WIDTH, "inner_dim": 24}
 
 
+TWINS = ("retnet_merged", "hgrn2_conv", "mamba2_groups", "kda_subheads")
+"""Mixers that are two others at once, as far as pieces of a sequence go: read by `-m slow` alone."""
+
+
 def alike(*starts: str) -> dict[str, Any]:
-    """A model with a layer of every mixer whose name begins so."""
-    names = [name for name in MIXERS if name.startswith(starts)]
+    """A model with a layer of every mixer whose name begins so, twins left out."""
+    names = [name for name in MIXERS if name.startswith(starts) and (name not in TWINS or starts == TWINS)]
     return {"layers": [{"mixer": MIXERS[name], "mlp_size": 0 if index else 24} for index, name in enumerate(names)]}
 
 
 MODELS: dict[str, dict[str, Any]] = {
+    "twins": alike(*TWINS),
     "linear attention": alike("gla", "retnet", "hgrn2"),
     "delta rules": alike("delta", "gated_delta", "kda", "rwkv7"),
     "scans": alike("mamba", "rg_lru", "mom"),
@@ -289,7 +294,7 @@ def prepare_all(names: list[str]) -> dict[str, Case]:
     cases = {}
     for name, changes in MODELS.items():
         more = ("positions",) * (name == "nemotron") + ("after",) * (name in CACHES)
-        if not names or name in names:
+        if name in (names or MODELS.keys() - {"twins"}):
             cases[name] = prepare(build(changes).double(), every + more, CLOSE)
     for name in IN_FLOAT32:
         if not names or name in names:

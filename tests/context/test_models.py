@@ -20,9 +20,10 @@ FOURTH = ContextGroup(object(), 3, 4)
 
 
 @pytest.mark.long
-def test_whole_models_over_two_and_four_ranks() -> None:
+@pytest.mark.parametrize("names", [(), pytest.param(("twins",), marks=pytest.mark.slow)], ids=["", "twins"])
+def test_whole_models_over_two_and_four_ranks(names: tuple[str, ...]) -> None:
     """Loss, logits, states passed on and every gradient; with padding, and with packed documents."""
-    done = warm.run(models.main)
+    done = warm.run(models.main, *names)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

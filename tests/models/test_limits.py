@@ -129,8 +129,8 @@ def test_every_count_of_every_format_has_a_limit(index: int, everything: bool, t
         if everything or "expert" in path[-1]:
             refused(tmp_path, put(raw, path, most))
         elif most == limits.LAYERS:
-            # A quarter of the layers in a third of the time: what grows faster than the layers takes far longer.
-            refused(tmp_path, put(raw, path, most // 4), seconds=1.0)
+            # An eighth of the layers in a sixth of the time: what grows faster than the layers takes far longer.
+            refused(tmp_path, put(raw, path, most // 8), seconds=0.5)
 
 
 @pytest.mark.parametrize("index", FORMATS_READ)

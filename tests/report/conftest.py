@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 
 PAIRS = (4, 8, 16, 32, 64)
 LENGTHS = (512, 1024, 2048, 4096)
@@ -201,3 +202,9 @@ def synthetic(tmp_path: Path) -> SimpleNamespace:
         write=lambda **files: write(tmp_path, **files),
         folder=tmp_path,
     )
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots are made and named, but empty: to draw them is most of the time that a page takes."""
+    monkeypatch.setattr(FigureCanvasSVG, "print_svg", lambda _, buffer, **__: buffer.write("<svg></svg>"))

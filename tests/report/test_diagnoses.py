@@ -72,12 +72,16 @@ def test_the_training_length_is_marked(synthetic: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_each_part_may_be_absent_and_may_stand_alone(synthetic: SimpleNamespace, part: str) -> None:
+def test_each_part_may_be_absent_and_may_stand_alone(
+    synthetic: SimpleNamespace, part: str, request: pytest.FixtureRequest
+) -> None:
     whole = synthetic.diagnosis(0.0)
-    without = {key: value for key, value in whole.items() if key != part}
-    assert part not in sections(page_of(synthetic, without=without))
     alone = {key: value for key, value in whole.items() if key not in PARTS or key == part}
     assert sections(page_of(synthetic, alone=alone)) == [part, "sizes", "provenance"]
+    # No plot is made of two parts: those of the others are drawn where they stand alone.
+    request.getfixturevalue("undrawn")
+    without = {key: value for key, value in whole.items() if key != part}
+    assert part not in sections(page_of(synthetic, without=without))
 
 
 def test_parts_that_were_not_run_may_be_empty(synthetic: SimpleNamespace) -> None:
@@ -147,6 +151,7 @@ def test_the_recipe_of_a_run_says_what_was_trained(synthetic: SimpleNamespace) -
     assert "trained to" not in plots(synthetic)[0]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_takes_diagnoses(synthetic: SimpleNamespace) -> None:
     paths = synthetic.write(b=synthetic.diagnosis(0.0), a=synthetic.diagnosis(1.0))
     out = synthetic.folder / "page.html"

@@ -15,6 +15,7 @@ from longrecall.report import build_report
 from longrecall.report.blocks import Table
 from longrecall.report.inputs import read_inputs
 from longrecall.report.sections import sizes
+from tests.report.conftest import evaluation, training, write
 
 VOID = {"meta", "link", "br", "img", "input", "hr", "wbr"}
 
@@ -52,17 +53,19 @@ class Page(HTMLParser):
         return [attributes["id"] or "" for _, attributes in self.elements if "id" in attributes]
 
 
-@pytest.fixture
-def full(synthetic: SimpleNamespace) -> tuple[str, Page]:
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Page]:
     """The page of a whole demo run: before, after, control and two training runs."""
-    paths = synthetic.write(
-        before=synthetic.evaluation(9),
-        after=synthetic.evaluation(38),
-        plain=synthetic.evaluation(12, "control"),
-        training=synthetic.training("after"),
-        plain_training=synthetic.training("control"),
+    folder = tmp_path_factory.mktemp("full")
+    paths = write(
+        folder,
+        before=evaluation(9),
+        after=evaluation(38),
+        plain=evaluation(12, "control"),
+        training=training("after"),
+        plain_training=training("control"),
     )
-    text = build_report(paths, synthetic.folder / "report.html").read_text(encoding="utf-8")
+    text = build_report(paths, folder / "report.html").read_text(encoding="utf-8")
     return text, Page(text)
 
 
@@ -122,6 +125,7 @@ def test_sections_say_what_there_is(full: tuple[str, Page]) -> None:
     assert "grow_state" in cells
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_transformers_cache_stands_beside_the_state_where_it_is_recorded(synthetic: SimpleNamespace) -> None:
     data = synthetic.evaluation(9)
     files = {
@@ -219,6 +223,7 @@ def test_a_place_that_cannot_be_written(synthetic: SimpleNamespace) -> None:
     assert not list(synthetic.folder.glob("*.tmp")) and not list(synthetic.folder.glob(".*.tmp"))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_writes_the_page_and_says_so(
     synthetic: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:

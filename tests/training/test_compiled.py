@@ -59,12 +59,10 @@ def same_losses(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
     return all(x["loss"] == pytest.approx(y["loss"], rel=1e-4) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("mixer", "checkpointing"),
-    [(GLA, "true"), pytest.param(MAMBA, "false", marks=pytest.mark.slow)],
-    ids=["checkpointing", "plain"],
-)
+# Traced forwards of a whole run, with checkpointing too, are those of the next test; traced backwards of every
+# recurrence are compared, gradient for gradient, in tests/models/test_compile.py.
+@pytest.mark.slow
+@pytest.mark.parametrize(("mixer", "checkpointing"), [(GLA, "true"), (MAMBA, "false")], ids=["checkpointing", "plain"])
 def test_a_compiled_run_trains_the_same(
     make_recipe: MakeRecipe,
     make_model: Callable[..., RecurrentLM],
@@ -90,7 +88,7 @@ def test_a_compiled_run_trains_the_same(
 def test_a_compiled_run_resumes_exactly_and_goes_on_without_the_compiler(
     make_short: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compilations: list[str]
 ) -> None:
-    options = ("run.compile=true", "run.save_every=1")
+    options = ("run.compile=true", "run.save_every=1", "run.gradient_checkpointing=true")
     whole = train(make_short(*options, f"run.output={tmp_path / 'whole'}"))
     # Once for each way to call a layer: without and with a state, in a piece or two; nothing new after two batches.
     assert 2 <= len(compilations) <= 4
@@ -115,30 +113,21 @@ def test_batches_of_changing_shape_are_refused(make_recipe: MakeRecipe, apart: s
         make_recipe("run.compile=true", apart)
 
 
-def test_the_model_is_as_before_after_the_block(
-    make_model: Callable[..., RecurrentLM], compilations: list[str]
-) -> None:
-    model = make_model()
-    ids = torch.arange(24).view(2, 12)
-    limit = torch._dynamo.config.recompile_limit
-    with pytest.raises(ZeroDivisionError), compiled_layers(model):
-        model(ids)
-        seen = len(compilations)
-        raise ZeroDivisionError
-    assert seen >= 2
-    model(ids[:, :7])
-    assert len(compilations) == seen and torch._dynamo.config.recompile_limit == limit
-
-
-def test_more_shapes_than_the_tracers_own_limit_are_compiled(
+@torch.no_grad()
+def test_more_shapes_than_the_tracers_own_limit_and_the_model_is_as_before_after_the_block(
     make_model: Callable[..., RecurrentLM], compilations: list[str]
 ) -> None:
     model = make_model(GLA)
-    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad(), compiled_layers(model):
-        for length in (5, 6, 7):
-            before = len(compilations)
-            model(torch.zeros(1, length, dtype=torch.long))
-            assert len(compilations) > before, length
+    with torch._dynamo.config.patch(recompile_limit=1):
+        with pytest.raises(ZeroDivisionError), compiled_layers(model):
+            for length in (5, 6):
+                before = len(compilations)
+                model(torch.zeros(1, length, dtype=torch.long))
+                assert len(compilations) > before, length
+            raise ZeroDivisionError
+        seen = len(compilations)
+        model(torch.zeros(1, 7, dtype=torch.long))
+        assert len(compilations) == seen and torch._dynamo.config.recompile_limit == 1
 
 
 def test_evaluation_gives_the_same_answers(base: Path, tmp_path: Path, compilations: list[str]) -> None:
