@@ -172,15 +172,16 @@ class Given:
     by_row, continues = True, False
 
     def __init__(self, state: torch.Tensor | None) -> None:
-        self.state, self.final = state, torch.empty(0)
+        self.state, self.final, self.lent = state, torch.empty(0), False
 
     def before_batch(self, text: torch.Tensor, row: torch.Tensor | None = None) -> RecurrentState | None:
         if self.state is None:
             return None
         return RecurrentState(({"recurrent": self.state},), torch.zeros(1, dtype=torch.long))
 
-    def after_batch(self, final: RecurrentState) -> None:
-        self.final = final.layers[0]["recurrent"]
+    def after_batch(self, final: RecurrentState, lent: bool = False) -> None:
+        state, self.lent = final.layers[0]["recurrent"], lent
+        self.final = state.clone() if lent else state
 
 
 def step_of(toy: Toy, passes: list[tuple[torch.Tensor, torch.Tensor | None]], eager: bool) -> list[torch.Tensor | None]:
@@ -230,6 +231,19 @@ def test_passes_with_and_without_a_state_mix(monkeypatch: pytest.MonkeyPatch) ->
             toy.passes.release()
         assert same(step_of(toy, passes, False), step_of(plain, passes, True)), number
     assert toy.made > 7 and toy.parameters[2].grad is None
+
+
+def test_only_what_a_recording_finds_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched passes leave states that are kept as they are; the memory of replayed ones is overwritten."""
+    toy, text = Toy(monkeypatch, warmups=2), torch.ones(1, dtype=torch.bool)
+    lent = []
+    for _ in range(4):
+        initial: Any = Given(None)
+        toy.passes.run(toy.work, {"x": torch.ones(1, 3)}, initial, text, True)
+        lent.append(initial.lent)
+        for parameter in toy.parameters:
+            parameter.grad = None
+    assert lent == [False, False, True, True] and toy.made == 1
 
 
 def test_a_recording_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -159,9 +160,9 @@ class Spy:
         self.text, self.before = text, self._initial.before_batch(text, row)
         return self.before
 
-    def after_batch(self, final: RecurrentState) -> None:
+    def after_batch(self, final: RecurrentState, lent: bool = False) -> None:
         self.final = final
-        self._initial.after_batch(final)
+        self._initial.after_batch(final, lent)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._initial.state_dict()
@@ -274,6 +275,38 @@ def test_what_goes_out_stays_as_it_was(make_model: ModelMaker, kind: str) -> Non
     for state, copy in seen:
         for layer, kept in zip(state.layers, copy.layers, strict=True):
             assert all(torch.equal(tensor, kept[name]) for name, tensor in layer.items())
+
+
+@KINDS
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_what_is_lent_may_be_overwritten(make_model: ModelMaker, kind: str, clip_norm: float | None) -> None:
+    """As by the next replay of a recorded pass. A state that is not lent is kept without a copy."""
+    model = model_of(make_model, "with_attention")
+    can = {"attention_window": 3, "clip_norm": clip_norm, "probability": 1.0}
+    known = {one.name for one in dataclasses.fields(INITIAL_STATES[kind])}
+    options = OPTIONS[kind] | {key: value for key, value in can.items() if key in known}
+    with torch.no_grad():
+        final = model(torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))).past_key_values
+    text, found = torch.ones(2, dtype=torch.bool), []
+    for lent in (False, True):
+        initial = intervene(kind, model, **options)
+        initial.before_batch(text)
+        given = replace(final.map(torch.clone), position=final.position.clone())
+        initial.after_batch(given, lent=lent)
+        if lent:
+            for tensor in (given.position, *(x for layer in given.layers for x in layer.values())):
+                tensor.fill_(torch.nan if tensor.is_floating_point() else -7)
+        before = initial.before_batch(text)
+        if kind == "state_passing" and clip_norm is None and not lent:
+            assert before is not None
+            assert before.layers[1]["recurrent"].data_ptr() == given.layers[1]["recurrent"].data_ptr()
+        own = initial.state_dict()
+        state = [] if before is None else [before.position, *(x for layer in before.layers for x in layer.values())]
+        found.append((own, state))
+    kept, borrowed = found
+    assert kept[0].keys() == borrowed[0].keys()
+    assert all(torch.equal(kept[0][name], tensor) for name, tensor in borrowed[0].items())
+    assert all(torch.equal(one, other) for one, other in zip(kept[1], borrowed[1], strict=True))
 
 
 @pytest.mark.parametrize("kind", ["noise", "fitted_noise", "state_passing", "learned"])

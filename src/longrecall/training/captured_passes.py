@@ -24,7 +24,6 @@ from longrecall.layers.mixers.mom import MoM
 from longrecall.layers.recording import record, recording_stream
 from longrecall.models.state import RecurrentState
 from longrecall.training.initial_states import InitialState
-from longrecall.training.initial_states.zero import Zero
 from longrecall.training.job import Job
 from longrecall.training.parallel.shard import local
 from longrecall.training.recipe_states import LearnedRecipe, ZeroState
@@ -78,7 +77,7 @@ class _Given:
     def before_batch(self, text: Tensor, row: Tensor | None = None) -> RecurrentState | None:
         return self._before
 
-    def after_batch(self, final: RecurrentState) -> None:
+    def after_batch(self, final: RecurrentState, lent: bool = False) -> None:
         self.final = final.detach()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -205,21 +204,22 @@ class CapturedPasses:
         Args:
             work: does the same whatever the values of its tensors are, and does not wait for the GPU.
             tensors: of the micro-batch, on the GPU.
-            initial: chooses the state to start from, and sees the final one.
+            initial: chooses the state to start from, and sees the final one: of a replayed pass, lent to it.
             text: bool ``[B]``: the rows of running text.
             last: it is the last micro-batch of a step, after which gradients are those of all processes.
         """
         before = initial.before_batch(text)
         with self.on_stream():
-            passed, final = self._run(work, tensors, before, last)
-        # Those of a recording lie in its memory, which the next replay overwrites.
-        initial.after_batch(final if isinstance(initial, Zero) else _copied(final))
+            passed, final, replayed = self._run(work, tensors, before, last)
+        # What a recording finds lies in its memory, which the next replay overwrites.
+        initial.after_batch(final, lent=replayed)
         parts = {name: part.clone() for name, part in passed.parts.items()}
         return Passed(passed.mean.clone(), passed.counted.clone(), parts)
 
     def _run(
         self, work: Work, tensors: Inputs, before: RecurrentState | None, last: bool
-    ) -> tuple[Passed, RecurrentState]:
+    ) -> tuple[Passed, RecurrentState, bool]:
+        """What the pass has found, its final state, and whether both lie in the memory of a recording."""
         inputs = tensors | _tensors_of(before)
 
         def whole(given: Inputs) -> tuple[Passed, RecurrentState]:
@@ -236,9 +236,9 @@ class CapturedPasses:
         if found is None and self._may_record(key, adds, inputs):
             found = self._record(whole, inputs, key)
         if found is None:
-            return whole(inputs)
+            return *whole(inputs), False
         found.repeat(inputs)
-        return found.passed, found.final
+        return found.passed, found.final, True
 
     def _may_record(self, key: Hashable, adds: tuple[bool, ...], inputs: Inputs) -> bool:
         if self.given_up is not None or self._stream is None or any(x.requires_grad for x in inputs.values()):
@@ -324,11 +324,6 @@ def _with_tensors(state: RecurrentState, tensors: Mapping[str, Tensor]) -> Recur
     """The state with the tensors of `_tensors_of` in the place of its own."""
     layers = tuple({name: tensors[f"state.{i}.{name}"] for name in layer} for i, layer in enumerate(state.layers))
     return replace(state, layers=layers, position=tensors["state.position"], context=tensors.get("state.context"))
-
-
-def _copied(state: RecurrentState) -> RecurrentState:
-    context = None if state.context is None else state.context.clone()
-    return replace(state.map(torch.clone), position=state.position.clone(), context=context)
 
 
 def _leaves_room(stream: Any) -> bool:

@@ -78,8 +78,12 @@ class InitialState(Protocol):
             row: int64 ``[N]``, ascending: the row that each document lies in; None = one sequence a row.
         """
 
-    def after_batch(self, final: RecurrentState) -> None:
-        """See the state that the batch ended in (with its history of gradients)."""
+    def after_batch(self, final: RecurrentState, lent: bool = False) -> None:
+        """See the state that the batch ended in (with its history of gradients).
+
+        `lent`: the next batch overwrites the memory of `final`, so what is kept of it must be copied. Else a state is a
+        value that nobody changes, and is kept as it is.
+        """
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything that `load_state_dict` needs to continue exactly; no two entries share memory."""
@@ -204,7 +208,10 @@ class AttentionWindow:
         self._caches = [_caches_by_path(layer.attention_caches()) for layer in layers]
 
     def newest(self, layers: tuple[LayerState, ...]) -> tuple[LayerState, ...]:
-        """The last tokens of every cache, without gradients, in `tokens` columns: unused ones stand first."""
+        """The last tokens of every cache, without gradients, in `tokens` columns: unused ones stand first.
+
+        They are gathered into memory of their own.
+        """
         if not self._caches:
             return tuple({} for _ in layers)
         return tuple(
@@ -244,6 +251,11 @@ def _caches_by_path(names: set[str]) -> list[list[str]]:
     """The tensors of every cache: those that have one path."""
     paths = sorted({name.rpartition(".")[0] for name in names})
     return [sorted(name for name in names if name.rpartition(".")[0] == path) for path in paths]
+
+
+def own_copy(layer: LayerState) -> LayerState:
+    """The same state in memory of its own."""
+    return {name: tensor.clone() for name, tensor in layer.items()}
 
 
 def clip_heads(state: Tensor, limit: float | None) -> Tensor:

@@ -61,7 +61,7 @@ class FittedNoise:
         return filled_state(self._model, chosen, self._recipe.convolution, fill, self._rows.shared)
 
     @torch.no_grad()
-    def after_batch(self, final: RecurrentState) -> None:
+    def after_batch(self, final: RecurrentState, lent: bool = False) -> None:
         """Take the final states of a batch into the running moments."""
         self._seen += 1
         weight = self._weight()

@@ -109,7 +109,7 @@ class Learned:
         parameter = self._parameters[parameter_name(index, name).removeprefix(INITIAL_STATE)]
         return keep_rows(parameter.to(empty.dtype).expand(empty.shape), keep, empty)
 
-    def after_batch(self, final: RecurrentState) -> None:
+    def after_batch(self, final: RecurrentState, lent: bool = False) -> None:
         """Forget it."""
 
     def state_dict(self) -> dict[str, Tensor]:

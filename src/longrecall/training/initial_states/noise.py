@@ -35,7 +35,7 @@ class Noise:
             self._rows.shared,
         )
 
-    def after_batch(self, final: RecurrentState) -> None:
+    def after_batch(self, final: RecurrentState, lent: bool = False) -> None:
         """Forget it."""
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from longrecall.training.initial_states.base import (
     clip_heads,
     filled_state,
     is_recurrent,
+    own_copy,
     pack_layers,
     takes_part,
     unpack_layers,
@@ -56,10 +57,11 @@ class StatePassing:
         )
         return None if state is None else self._window.given(state, carried, self._position, chosen)
 
-    def after_batch(self, final: RecurrentState) -> None:
+    def after_batch(self, final: RecurrentState, lent: bool = False) -> None:
         """Keep what the next batch may start from."""
+        apart = own_copy if lent else apart_from_text
         self._carried = tuple(
-            apart_from_text(
+            apart(
                 {
                     name: clip_heads(tensor.detach(), self._recipe.clip_norm if is_recurrent(name) else None)
                     for name, tensor in layer.items()
@@ -69,7 +71,7 @@ class StatePassing:
             | window
             for layer, window in zip(final.layers, self._window.newest(final.layers), strict=True)
         )
-        self._position = final.position
+        self._position = final.position.clone() if lent else final.position
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the carried tensors as ``carried.{layer}.{name}`` and the number of batches begun.

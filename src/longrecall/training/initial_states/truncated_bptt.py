@@ -17,6 +17,7 @@ from longrecall.training.initial_states.base import (
     RowChoice,
     filled_state,
     keep_rows,
+    own_copy,
     pack_layers,
     takes_part,
     unpack_layers,
@@ -62,7 +63,7 @@ class TruncatedBptt:
         state = replace(state, position=keep_rows(self._position, send(chosen, self._position.device)))
         return self._window.given(state, carried, self._position, chosen)
 
-    def after_batch(self, final: RecurrentState) -> None:
+    def after_batch(self, final: RecurrentState, lent: bool = False) -> None:
         """Keep where each row of text stopped; rows of tasks keep what they had."""
         if self._text is None:
             raise RuntimeError("after_batch comes after before_batch")
@@ -72,7 +73,7 @@ class TruncatedBptt:
         windows = self._window.newest(final.layers)
         for index, layer in enumerate(final.layers):
             kept = {name: t.detach() for name, t in layer.items() if takes_part(name, self._recipe.convolution)}
-            kept = apart_from_text(kept)
+            kept = own_copy(kept) if lent else apart_from_text(kept)
             kept |= windows[index]
             if not every and old:
                 kept = {name: keep_rows(t, text, old[index][name]) for name, t in kept.items()}

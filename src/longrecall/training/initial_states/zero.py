@@ -19,7 +19,7 @@ class Zero:
         """Return None."""
         return None
 
-    def after_batch(self, final: RecurrentState) -> None:
+    def after_batch(self, final: RecurrentState, lent: bool = False) -> None:
         """Forget it."""
 
     def state_dict(self) -> dict[str, Tensor]:
