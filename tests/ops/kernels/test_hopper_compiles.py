@@ -1,4 +1,4 @@
-"""Kernels in Gluon and of quantised weights compile for Hopper without a GPU: slowly, with every Triton.
+"""Kernels in Gluon and products of a decoding step compile for GPUs without one: slowly, with every Triton.
 
 In a process of their own: where there is no GPU, the tests' Triton interprets, also what Gluon is made of.
 """
@@ -6,6 +6,7 @@ In a process of their own: where there is no GPU, the tests' Triton interprets, 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -48,14 +50,17 @@ class Case:
     """A path in `longrecall.ops`, then the kernel."""
     constants: dict[str, Any]
     warps: int = 8
-    products: int | None = None
-    """Instructions that start a product of warp groups."""
+    products: int | None = 0
+    """Instructions that start a product of warp groups; None = any number."""
     most_shared: int = SHARED_MEMORY
     least_shared: int = 0
     quick: bool = field(default=False)
     """Compiled in the default suite too."""
     types: dict[str, str] | None = None
     """Of the arguments of a kernel that is not in Gluon; those that are not named here are bfloat16 tensors."""
+    stages: int = 3
+    """Loads of a loop that are under way at once."""
+    capability: int = 90
 
 
 def cases() -> list[Case]:
@@ -108,14 +113,14 @@ def cases() -> list[Case]:
             warps = decoding.delta_warps(K, width)
             # A tile of the state, and what its sums over keys and decays need.
             most, least, constants = 2 * K * width + 2048, 2 * K * width, {**constants, "WARPS": warps}
-            found.append(Case("decoding.hopper.delta.delta_step_kernel", constants, warps, None, most, least, quick))
+            found.append(Case("decoding.hopper.delta.delta_step_kernel", constants, warps, 0, most, least, quick))
         else:
             chunk, ring, warps = decoding.chunks(K, width)
             constants |= {"CHUNK": chunk, "RING": ring, "WARPS": warps}
             # The ring, and keys, queries and decays of all keys.
             least = 2 * ring * chunk * width
             most = least + 3 * 4 * K + 1024
-            found.append(Case("decoding.hopper.gated.gated_step_kernel", constants, warps, None, most, least, quick))
+            found.append(Case("decoding.hopper.gated.gated_step_kernel", constants, warps, 0, most, least, quick))
     return found + products_of_a_step()
 
 
@@ -155,13 +160,49 @@ def products_of_a_step() -> list[Case]:
             ):
                 quick, place = (kind, high, pairs) == ("*i8", 64, 1), f"decoding.triton.wide_products.{name}"
                 found.append(Case(place, {**cut, **more}, warps, products * pairs, quick=quick, types=types))
+        found += tiles_on_gpus(kind, types)
+    return found
+
+
+def tiles_on_gpus(kind: str, types: dict[str, str]) -> list[Case]:
+    """The largest products of a step with weights of this kind: as they are cut for a GPU, they have room there."""
+    import torch
+    import triton.language as tl
+
+    from longrecall.ops.decoding.triton import wide_products as wide
+    from longrecall.ops.row_scaled import RowScaled
+
+    held = {"*i8": torch.int8, "*fp8e4nv": torch.float8_e4m3fn, "*bf16": torch.bfloat16}[kind]
+    numbers, found = torch.empty(1, 1024, dtype=held), []
+    # The first one has no float8.
+    gpus = [(80, 163), (89, 99), (90, 227)][kind == "*fp8e4nv" :]
+    for dtype, name, dot, precision in (
+        (torch.bfloat16, "*bf16", tl.bfloat16, "ieee"),
+        (torch.float32, "*fp32", tl.float32, "tf32x3"),
+    ):
+        if held == torch.bfloat16 != dtype:
+            continue
+        weight = numbers if held == dtype else RowScaled(numbers, numbers, dtype)
+        given = {**types, **dict.fromkeys(("x", "out", "bias"), name)}
+        for (capability, kib), rows, pairs in itertools.product(gpus, (64, 256), (1, 2)):
+            with mock.patch.object(wide, "shared_memory", lambda _, kib=kib: kib << 10):
+                tile = wide.tile_of(torch.empty(rows, 1024, dtype=dtype), weight, [2816], pairs)
+            constants = {
+                "SCALED": held != dtype, "BM": tile.high, "BN": tile.tall, "BK": tile.columns,
+                "LINES": 16, "LINE": 64, "DOT": dot, "UPCAST": False, "PRECISION": precision, "EARLY": 0,
+                **({"PARTS": 9, "BIAS": False} if pairs == 1 else {}),
+            }  # fmt: skip
+            place = f"decoding.triton.wide_products.{'_wide_product_kernel' if pairs == 1 else '_wide_gate_up_kernel'}"
+            quick = (kind, capability, rows, pairs) == ("*bf16", 89, 64, 2)
+            cut = {"types": given, "stages": tile.stages, "capability": capability, "quick": quick}
+            found.append(Case(place, constants, tile.warps, None, kib << 10, **cut))
     return found
 
 
 def compile_case(case: Case) -> str | None:
-    """What is wrong with the code that Triton makes of a kernel for compute capability 9.0; None = nothing.
+    """What is wrong with the code that Triton makes of a kernel for a compute capability; None = nothing.
 
-    Addresses are aligned to 16 bytes.
+    Addresses are aligned to 16 bytes, rows of a decoding step's products too.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -173,15 +214,16 @@ def compile_case(case: Case) -> str | None:
     places = {argument: (place,) for place, argument in enumerate(kernel.arg_names)}
     types = TYPES if case.types is None else case.types
     signature = {n: "constexpr" if n in case.constants else types.get(n, "*bf16") for n in places}
-    aligned = {places[n]: [["tt.divisibility", 16]] for n, kind in signature.items() if kind.startswith("*")}
+    whole = {n for n, kind in signature.items() if kind.startswith("*") or n in ("size", "x_row")}
+    aligned = {places[n]: [["tt.divisibility", 16]] for n in whole}
     read = GluonASTSource if case.types is None else ASTSource
     source = read(kernel, signature, {places[n]: value for n, value in case.constants.items()}, aligned)
-    options = {"num_warps": case.warps, "enable_fp_fusion": True}
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    options = {"num_warps": case.warps, "num_stages": case.stages, "enable_fp_fusion": True}
+    built = triton.compile(source, target=GPUTarget("cuda", case.capability, 32), options=options)
     shared, products = built.metadata.shared, built.asm["ptx"].count("wgmma.mma_async")
     if not case.least_shared <= shared <= case.most_shared:
         return f"{shared} bytes of shared memory, not {case.least_shared} to {case.most_shared}"
-    return None if products == (case.products or 0) else f"{products} products, not {case.products or 0}"
+    return None if case.products in (None, products) else f"{products} products, not {case.products}"
 
 
 def compile_all(wanted: str, folder: str = "") -> None:

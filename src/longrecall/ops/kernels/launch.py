@@ -13,6 +13,7 @@ import functools
 import inspect
 import math
 import operator
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +94,18 @@ def processors(x: Tensor) -> int:
 @functools.cache
 def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def shared_memory(x: Tensor) -> int:
+    """Bytes of shared memory that a program can have on the device of `x`; the interpreter has no limit."""
+    return _shared_memory(x.device) if x.is_cuda else sys.maxsize
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    # What a program gets if it asks for more than the usual 48 KiB; AMD's GPUs know no such request.
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 def walkers(x: Tensor, tiles: int, groups: int, each: int) -> int:

@@ -1,6 +1,6 @@
 """Matrix products of a decoding step for many rows: all projections of a layer in one launch, gate and up in another.
 
-A step of 5 to some hundred rows reads every weight once and computes little with it, so its time is that of its
+A step of 3 to some hundred rows reads every weight once and computes little with it, so its time is that of its
 launches: a library takes one for each weight, of which two may be only a few rows high. Here programs take tiles of
 whichever weight is theirs. They are launched while the kernel before is still at work (ops/kernels/dependent_launch.py)
 and ask for their part of the weight in the meantime.
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from longrecall.ops.decoding.triton.products import MOST_PARTS, Weight, numbers_of, scales_of, wide
 from longrecall.ops.kernels.dependent_launch import wait_if_prefetching, wait_unless_prefetching
-from longrecall.ops.kernels.launch import arithmetic, block, interpreting, kernel, processors, product
+from longrecall.ops.kernels.launch import arithmetic, block, interpreting, kernel, processors, product, shared_memory
 from longrecall.ops.readable import check_numbers
 from longrecall.ops.row_scaled import RowScaled
 
@@ -40,6 +40,8 @@ _HIGH = 128
 """The most rows of x in a tile of sums."""
 _COLUMNS = 128
 """Columns of the weight in a tile; twice as many of a tile of the fewest rows."""
+_LEAST_COLUMNS = 64
+"""The fewest, where shared memory is short: rows of 128 bytes, see `launch.product_block`."""
 _LINE = 128
 """Bytes of a line of memory, which is asked for as a whole."""
 _APART = 8
@@ -186,11 +188,13 @@ def serves(weight: Tensor, rows: int) -> bool:
     return plain and rows <= MOST_ROWS and weight.stride() == (weight.shape[1], 1)
 
 
-def tile_of(rows: int, counts: Sequence[int], size: int, x: Tensor, pairs: int = 1) -> Tile:
-    """How a launch for x ``[rows, size]`` and weights of so many rows is cut; a tile has sums for `pairs` weights.
+def tile_of(x: Tensor, weight: Weight, counts: Sequence[int], pairs: int = 1) -> Tile:
+    """How a launch for x ``[rows, size]`` and weights like this one, of so many rows each, is cut.
 
-    The fastest of a search on an H200 for 16, 64 and 256 rows of 1,024 channels.
+    A tile has sums for `pairs` weights. The fastest of a search on an H200 for 16, 64 and 256 rows of 1,024 channels,
+    cut down where the GPU's shared memory cannot hold it.
     """
+    rows, size = x.shape
     tall = _MOST
     while tall > _LEAST and sum(triton.cdiv(n, tall) for n in counts) < _BUSY * processors(x):
         tall //= 2
@@ -203,7 +207,27 @@ def tile_of(rows: int, counts: Sequence[int], size: int, x: Tensor, pairs: int =
         high, columns = _HIGH, _COLUMNS // pairs
     columns = block(size, columns) if interpreting() else columns
     stages = 5 if pairs == 1 and tall == _MOST and high < _HIGH else 4
-    return Tile(high, tall, columns, stages, warps=8 if high == _HIGH else 4)
+    return _fitted(Tile(high, tall, columns, stages, warps=8 if high == _HIGH else 4), x, weight, pairs)
+
+
+def _fitted(tile: Tile, x: Tensor, weight: Weight, pairs: int) -> Tile:
+    """The tile, cut down to what a program's shared memory holds: columns first, which cost the least."""
+    room, each = shared_memory(x), numbers_of(weight).element_size()
+    rounded = arithmetic(weight.dtype)
+
+    def needed(tile: Tile) -> int:
+        """At most: a buffer for each stage, and x as an operand in other numbers than it has in memory."""
+        operands = 0 if rounded.dtype == x.dtype == torch.bfloat16 else 1 if rounded.precision == "tf32" else 2
+        stage = pairs * tile.tall * each + tile.high * x.element_size()
+        return tile.columns * (tile.stages * stage + operands * tile.high * rounded.dtype.itemsize)
+
+    while needed(tile) > room and tile.columns > _LEAST_COLUMNS:
+        tile = tile._replace(columns=tile.columns // 2)
+    while needed(tile) > room and tile.stages > 2:
+        tile = tile._replace(stages=tile.stages - 1)
+    while needed(tile) > room and tile.high > _LEAST:
+        tile = tile._replace(high=tile.high // 2)
+    return tile
 
 
 def _constants(weight: Weight, tile: Tile) -> dict[str, object]:
@@ -247,7 +271,7 @@ def _products(x: Tensor, group: list[Weight], bias: Tensor | None, tile: Tile | 
     for count in counts:
         places.append(places[-1] + triton.cdiv(count, _APART) * _APART)
     out = torch.empty(places[-1] * rows, device=x.device, dtype=group[0].dtype)
-    tile = tile or tile_of(rows, counts, size, x)
+    tile = tile or tile_of(x, group[0], counts)
     _wide_product_kernel[(sum(triton.cdiv(count, tile.tall) for count in counts), triton.cdiv(rows, tile.high))](
         x, *numbers, *(scales_of(weight) for weight in (*group, *filler)), *counts, *[0] * len(filler),
         out if bias is None else bias, out, x.stride(0), rows, size,
@@ -269,7 +293,7 @@ def wide_gate_up(x: Tensor, gate: Weight, up: Weight, tile: Tile | None = None) 
     check_numbers("wide_gate_up", ("gate", numbers, count * size), ("up", others, count * size))
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(rows, count, device=x.device, dtype=gate.dtype)
-    tile = tile or tile_of(rows, [count], size, x, pairs=2)
+    tile = tile or tile_of(x, gate, [count], pairs=2)
     _wide_gate_up_kernel[(triton.cdiv(count, tile.tall), triton.cdiv(rows, tile.high))](
         x, numbers, others, scales_of(gate), scales_of(up), out, x.stride(0), rows, size, count,
         **_constants(gate, tile),
