@@ -14,7 +14,7 @@ One more round is looked at from inside ("where"):
 |---|---|
 | steps | rows of a step -> how many steps there were, and the milliseconds of one on the GPU (median) |
 | steps_s | all of them together |
-| longest_answer_s | its steps alone, each with the rows that it had: no engine can end before |
+| longest_answer_s | the last steps, as many as its tokens: its own where all begin at once, and then the least time |
 | passes, reading_s | how often prompts were read, and the GPU's seconds in that; most of it runs beside steps |
 | joining_s, moving_s | states on their way to their slots |
 | host_s, waiting_s | the engine's thread at work, and waiting for tokens: a GPU that is always busy makes it wait |

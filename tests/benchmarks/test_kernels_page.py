@@ -1,4 +1,4 @@
-"""The figures in docs/kernels/measured.md are those of the recorded runs."""
+"""The figures in docs/kernels/measured.md, and of the engine elsewhere, are those of the recorded runs."""
 
 from __future__ import annotations
 
@@ -181,3 +181,35 @@ def test_steps_of_small_models() -> None:
         assert f"| {labels[mixer]} | {size} | {row['ms']:.1f} | {row['torch_ms']:.1f} |" in PAGE
     apart = {name.split()[0]: row["apart"] for name, row in rows.items()}
     assert apart.pop("rwkv5") < 0.0042 and max(apart.values()) < 0.00006
+
+
+def test_the_engine() -> None:
+    rows = {name.removeprefix("gated_delta_net_400m, "): row for name, row in rows_of("gpu_engine").items()}
+    decoding, serving = ((ROOT / "docs" / name).read_text("utf-8") for name in ("kernels/decoding.md", "serving.md"))
+    every = rows["256 slots"]
+    bound = every["where"]["longest_answer_s"]
+    for name, title, slots, order, longest in (
+        ("64 slots", "64, arrival", 64, "arrival", ""),
+        ("64 slots, longest first", "64, longest first", 64, "longest", ""),
+        ("256 slots", "256, all at once", 256, "all at once", f"{shown(bound, 2)} "),
+    ):
+        row = rows[name]
+        seconds = [row["engine_s"], row["uniform_s"], row["ratio"], row["where"]["steps_s"]]
+        cells = [shown(second, 2 if second < 1 else 3) for second in seconds]
+        assert f"| {title} | {' | '.join(cells)} | {longest}|" in PAGE
+        assert f"| {slots} | {order} | {round(row['tokens_per_s'], -1):,.0f} | {cells[2]} |" in serving
+        assert f"256 requests with {row['new_tokens']:,} new tokens in all" in PAGE and row["requests"] == 256
+    assert f"its own steps take {bound / every['uniform_s']:.2f} of the uniform batch" in serving
+    left = rows["memory"]
+    told = f"10,000 requests took {left['seconds']:.1f} s and left {left['gpu_bytes']} bytes on the GPU"
+    assert f"{told}; the process grew by {left['process_bytes'] / 2**20:.0f} MiB" in " ".join(PAGE.split())
+    assert left["requests"] == 10_000 and f"now {rows['64 slots']['where']['steps']['64'][1]:.2f} and" in PAGE
+    steps = every["where"]["steps"]
+    found = [f"{steps[str(count)][1]:.3f}".removeprefix("0") for count in (4, 8, 16, 32, 64, 128, 256)]
+    assert f"| now | {' | '.join(found)} |" in decoding
+    counts = {count: times for count, (times, _) in rows["64 slots, longest first"]["where"]["steps"].items()}
+    assert f"Longest first, {counts['64']:,} of {sum(counts.values()):,} steps have 64 rows" in PAGE
+    narrow = [f"{rows['narrow steps'][f'{n}_rows_{how}_ms']:.3f}" for how in ("tiles", "fused") for n in (2, 4, 8)]
+    *tiles, two, four, eight = (ms.removeprefix("0") for ms in narrow)
+    told = f"take {tiles[0]}, {tiles[1]} and {tiles[2]} ms by tiles, and {two}, {four} and {eight} with norms"
+    assert told in " ".join(decoding.split())

@@ -1,7 +1,7 @@
 """The residual stream of one decoding step: norms, products and additions are asked for through it, to be fused.
 
-How far they are fused depends on the batch size: for a handful of rows norms and additions happen inside the products,
-for larger batches a library's products are faster and only what stands between them is fused.
+How far they are fused depends on the batch size: for a row or two norms and additions happen inside the products. For
+more, products of one input share a launch with norms and additions between them, or are a library's where it is faster.
 """
 
 from __future__ import annotations
