@@ -185,8 +185,10 @@ def test_steps_of_small_models() -> None:
 
 def test_the_engine() -> None:
     rows = {name.removeprefix("gated_delta_net_400m, "): row for name, row in rows_of("gpu_engine").items()}
-    decoding, serving = ((ROOT / "docs" / name).read_text("utf-8") for name in ("kernels/decoding.md", "serving.md"))
-    every = rows["256 slots"]
+    decoding, serving = (
+        (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("kernels/decoding.md", "serving.md")
+    )
+    every, words = rows["256 slots"], " ".join(PAGE.split())
     bound = every["where"]["longest_answer_s"]
     for name, title, slots, order, longest in (
         ("64 slots", "64, arrival", 64, "arrival", ""),
@@ -198,17 +200,17 @@ def test_the_engine() -> None:
         cells = [shown(second, 2 if second < 1 else 3) for second in seconds]
         assert f"| {title} | {' | '.join(cells)} | {longest}|" in PAGE
         assert f"| {slots} | {order} | {round(row['tokens_per_s'], -1):,.0f} | {cells[2]} |" in serving
-        assert f"256 requests with {row['new_tokens']:,} new tokens in all" in PAGE and row["requests"] == 256
-    assert f"its own steps take {bound / every['uniform_s']:.2f} of the uniform batch" in serving
+        assert f"256 requests with {row['new_tokens']:,} new tokens in all" in words and row["requests"] == 256
+    assert f"its own steps take {bound / every['uniform_s']:.2f} of the uniform batch" in " ".join(serving.split())
     left = rows["memory"]
     told = f"10,000 requests took {left['seconds']:.1f} s and left {left['gpu_bytes']} bytes on the GPU"
-    assert f"{told}; the process grew by {left['process_bytes'] / 2**20:.0f} MiB" in " ".join(PAGE.split())
-    assert left["requests"] == 10_000 and f"now {rows['64 slots']['where']['steps']['64'][1]:.2f} and" in PAGE
+    assert f"{told}; the process grew by {left['process_bytes'] / 2**20:.0f} MiB" in words
+    assert left["requests"] == 10_000 and f"now {rows['64 slots']['where']['steps']['64'][1]:.2f} and" in words
     steps = every["where"]["steps"]
     found = [f"{steps[str(count)][1]:.3f}".removeprefix("0") for count in (4, 8, 16, 32, 64, 128, 256)]
     assert f"| now | {' | '.join(found)} |" in decoding
     counts = {count: times for count, (times, _) in rows["64 slots, longest first"]["where"]["steps"].items()}
-    assert f"Longest first, {counts['64']:,} of {sum(counts.values()):,} steps have 64 rows" in PAGE
+    assert f"Longest first, {counts['64']:,} of {sum(counts.values()):,} steps have 64 rows" in words
     narrow = [f"{rows['narrow steps'][f'{n}_rows_{how}_ms']:.3f}" for how in ("tiles", "fused") for n in (2, 4, 8)]
     *tiles, two, four, eight = (ms.removeprefix("0") for ms in narrow)
     told = f"take {tiles[0]}, {tiles[1]} and {tiles[2]} ms by tiles, and {two}, {four} and {eight} with norms"
