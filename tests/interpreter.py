@@ -27,7 +27,8 @@ def quicken(patch: pytest.MonkeyPatch) -> None:
 
     if not knobs.runtime.interpret:  # with a GPU, the same parts of Triton compile kernels
         return
-    for part in (prepare_once_a_launch, call_directly, no_unread_overflows, remember_types, equal_shapes_are_ready):
+    parts = (prepare_once_a_launch, call_directly, no_unread_overflows, remember_types, equal_shapes_are_ready)
+    for part in (*parts, half_a_float32_is_moved):
         try:
             part(patch)
         except AttributeError:  # another version of Triton: slower, and as right
@@ -145,3 +146,25 @@ def equal_shapes_are_ready(patch: pytest.MonkeyPatch) -> None:
         return broadcast(self, left, right)
 
     patch.setattr(TritonSemantic, "broadcast_impl_value", unless_equal)
+
+
+def half_a_float32_is_moved(patch: pytest.MonkeyPatch) -> None:
+    """bfloat16 is the first half of float32: its bits move, but for the least numbers, of which the plain way asks."""
+    import numpy
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+    moves = {("fp32", "bf16"): (numpy.uint32, numpy.uint16, -16), ("bf16", "fp32"): (numpy.uint16, numpy.uint32, 16)}
+    infinite, most = {numpy.uint16: 0x7F80, numpy.uint32: 0x7F800000}, {numpy.uint16: 0x7F, numpy.uint32: 0x7FFFFF}
+
+    def move(numbers: Any, kind: Any, wanted: Any, rounding: Any) -> Any:
+        how = None if rounding is not None else moves.get((kind.name, wanted.name))
+        if how is None:
+            return convert(numbers, kind, wanted, rounding)
+        given, made, places = how
+        bits = numpy.ascontiguousarray(numbers).view(given)
+        if (((bits & infinite[given]) == 0) & ((bits & most[given]) != 0)).any():
+            return convert(numbers, kind, wanted, rounding)
+        return (bits >> -places).astype(made) if places < 0 else bits.astype(made) << places
+
+    patch.setattr(interpreter, "_convert_float", move)

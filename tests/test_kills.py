@@ -170,7 +170,9 @@ def kills_of(case: Case, end: End, whole: Path, random: np.random.Generator) -> 
         # In the middle of a write, of small files and of large ones.
         sizes = [path.stat().st_size for path in files_of(whole).values()]
         kills += [Kill(size=int(random.integers(1, size))) for size in sorted({min(sizes), max(sizes)})]
-        kills.append(Kill(seconds=float(random.uniform(0, end.seconds))))
+        # What is done within a moment has few other places than its operations on files.
+        if case.resumes or case.kills > 2:
+            kills.append(Kill(seconds=float(random.uniform(0, end.seconds))))
     return [kills[number] for number in random.permutation(len(kills))]
 
 

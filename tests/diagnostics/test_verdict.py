@@ -33,7 +33,7 @@ def base(name: str = "mamba2-base") -> RecurrentLM:
 
 
 def run(model: Any, tokenizer: Any, text: str, parts: str, **changes: Any) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"multiple": 4, "sequences": 4, "progress": False, "recall_samples": 10}
+    arguments: dict[str, Any] = {"multiple": 4, "sequences": 3, "progress": False, "recall_samples": 10}
     result = diagnose(model, tokenizer, text, parts=parts.split(","), **(arguments | changes))
     # Whatever a model does, the result is plain JSON.
     assert json.loads(json.dumps(result, allow_nan=False)) == result

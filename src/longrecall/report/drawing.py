@@ -146,7 +146,7 @@ def to_svg(figure: Figure, name: str, title: str) -> str:
     """Return the figure as an <svg> element to stand in HTML: named, free of addresses, its ids unique on the page."""
     buffer = io.StringIO()
     # `savefig` would draw twice, first of all to learn how large the drawing is, which the figure says itself.
-    canvas = FigureCanvasSVG(figure)
+    canvas: Any = FigureCanvasSVG(figure)
     canvas.print_svg(buffer, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
