@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +87,16 @@ def test_places_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         read(tmp_path / "none")
     with pytest.raises(UserError, match=r"^cannot write .*; choose another place$"):
         JsonLines(tmp_path, "choose another place").open(0)
+
+
+def test_a_full_disk_is_said_with_the_name_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = JsonLines(tmp_path / "lines", "choose another place")
+    file.open(0)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        file.write(LINES)
+    assert raised.value.filename == str(tmp_path / "lines") and raised.value.errno == errno.ENOSPC
+    file.close()

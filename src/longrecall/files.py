@@ -17,6 +17,7 @@ from typing import Any
 from longrecall.errors import UserError
 
 ELSEWHERE = "choose another --out"
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def write_text(path: str | Path, text: str, advice: str = ELSEWHERE) -> None:
@@ -112,6 +113,14 @@ def expand_home(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise UserError(f"{path} begins with the home folder of an unknown user; write the whole path") from None
+
+
+def printable(name: str | Path) -> str:
+    """Return a name as text that every page and file can hold.
+
+    The bytes of a file's name that are no UTF-8, which Python keeps as lone surrogates, become replacement characters.
+    """
+    return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", str(name))
 
 
 def cannot_write(path: str | Path, error: OSError, advice: str) -> UserError:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, requires
+from importlib.util import find_spec
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from longrecall.errors import UserError
 
 
 def install_command(*names: str) -> str:
@@ -22,3 +25,12 @@ def install_command(*names: str) -> str:
     bounds = {canonicalize_name(requirement.name): str(requirement.specifier) for requirement in declared}
     wanted = [f'"{name}{bound}"' if (bound := bounds.get(canonicalize_name(name))) else name for name in names]
     return f"pip install {' '.join(wanted)}"
+
+
+def check_installed(package: str, purpose: str) -> None:
+    """Raise UserError where `package` is not installed, without which `purpose` cannot be; imports nothing.
+
+    `package`: a name that is that of its module too.
+    """
+    if find_spec(package) is None:
+        raise UserError(f"{purpose} needs {package}: {install_command(package)}")

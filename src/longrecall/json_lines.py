@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from longrecall.errors import UserError
 from longrecall.files import refuse_links, remove_temporary, write_text
@@ -17,13 +18,13 @@ class JsonLines:
 
     def __init__(self, path: Path, advice: str) -> None:
         self.path, self._advice = path, advice
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None  # without a buffer: nothing is left to be written when a full disk ends it
 
     def open(self, whole: int) -> None:
         """Go on after the first `whole` bytes, 0 = anew; UserError where the file cannot be written."""
         try:
             refuse_links(self.path)
-            self._file = self.path.open("r+b" if whole else "wb")
+            self._file = self.path.open("r+b" if whole else "wb", buffering=0)
             self._file.truncate(whole)
             self._file.seek(whole)
         except OSError as error:
@@ -39,9 +40,13 @@ class JsonLines:
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append the lines; does nothing while the file is not open."""
         if self._file is not None:
-            self._file.write(_text(lines).encode("ascii"))
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            rest = memoryview(_text(lines).encode("ascii"))
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+                os.fsync(self._file.fileno())
+            except OSError as error:  # the system names no file
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
         """Stop writing; the file stays."""

@@ -167,6 +167,8 @@ def test_bad_checkpoints(checkpoint: Path, text: str, tmp_path: Path, capsys: py
     assert "no recurrent layers" in capsys.readouterr().out
 
 
-def test_an_unwritable_out_is_refused_before_the_work(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    # The checkpoint does not exist either; the place of the result is looked at first.
-    assert "cannot write" in fails(capsys, "/nowhere", "--text", text, "--out", "/dev/null/out.json")
+def test_an_unwritable_out_is_refused_before_the_work(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The folder holds no checkpoint either; the place of the result is looked at first.
+    assert "cannot write" in fails(capsys, str(tmp_path), "--text", text, "--out", "/dev/null/out.json")

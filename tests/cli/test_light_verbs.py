@@ -17,18 +17,18 @@ CODE = """
 import contextlib, io, json, sys
 from longrecall.cli.main import main
 
-runs, forbidden = json.loads(sys.argv[1]), sys.argv[2:]
+runs, expected, forbidden = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 for words in runs:
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         code = main(words)
-    assert code == 0 and out.getvalue(), words
+    assert code == expected and (out if code == 0 else err).getvalue(), words
     found = sorted(set(forbidden) & sys.modules.keys())
     assert not found, f"{words} imports {found}"
 """
 
 
-def check(runs: list[list[str]], forbidden: tuple[str, ...]) -> None:
-    words = [sys.executable, "-c", CODE, json.dumps(runs), *forbidden]
+def check(runs: list[list[str]], forbidden: tuple[str, ...], expected: int = 0) -> None:
+    words = [sys.executable, "-c", CODE, json.dumps(runs), str(expected), *forbidden]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -57,3 +57,20 @@ def test_info_and_compare_need_no_torch() -> None:
 def test_a_report_needs_no_torch(tmp_path: Path) -> None:
     results = [f"experiments/results/{name}.json" for name in ("demo/before", "demo/after", "mad_baseline")]
     check([["report", *results, "-o", str(tmp_path / "page.html")]], HEAVY)
+
+
+def test_a_checkpoint_that_is_not_there_needs_no_torch() -> None:
+    check(
+        [
+            ["eval", "nowhere"],
+            ["diagnose", "nowhere", "--text", "README.md"],
+            ["generate", "nowhere", "--prompt", "Once"],
+            ["bench", "nowhere"],
+            ["serve", "nowhere"],
+            ["expand", "nowhere", "out", "--method", "grow_state"],
+            ["export", "nowhere", "out", "--to", "transformers_mamba2"],
+            ["train", "recipes/post_train.yaml", "--set", "model.checkpoint=nowhere"],
+        ],
+        HEAVY,
+        expected=2,
+    )

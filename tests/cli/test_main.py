@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from longrecall import __version__
 from longrecall.cli.main import VERBS, main
 from longrecall.errors import UserError
 
+ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "import sys; from longrecall.cli.main import main; sys.exit(main())"]
 
 
@@ -196,3 +199,14 @@ def test_a_full_disk_under_the_output_is_one_line() -> None:
         )
     assert done.returncode == 2
     assert done.stderr.startswith("longrecall: error: no space left") and done.stderr.count("\n") == 1
+
+
+def test_a_letter_that_stdout_lacks_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file's name that is no UTF-8, or an umlaut where the terminal knows ASCII."""
+    for name, shown, encoding in ((b"b\xe4r", b"b\\udce4r", "utf-8"), ("bär".encode(), b"b\\xe4r", "ascii")):
+        place = tmp_path / os.fsdecode(name)
+        shutil.copy(ROOT / "experiments" / "results" / "demo" / "before.json", place)
+        out = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding, errors="strict"))
+        assert main(["compare", str(place), str(place)]) == 0
+        assert b"A: " in out.getvalue() and shown in out.getvalue()

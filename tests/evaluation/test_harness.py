@@ -426,9 +426,11 @@ def test_seed_zero_is_the_harness_default_and_generators_are_put_back() -> None:
     assert drawn == (expected, torch.rand((), generator=torch.Generator().manual_seed(DEFAULT_OTHER_SEED)).item())
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_without_the_package_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert main(["eval", "nowhere", "--tasks", "lm_eval:piqa"]) == 2
+    assert main(["eval", str(tmp_path), "--tasks", "lm_eval:piqa"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert 'pip install "lm-eval>=' in line
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from longrecall.errors import UserError
 from longrecall.report.inputs import read_inputs
+from longrecall.report.page import build_report
 
 ENTRY = {"task": "passkey", "metric": "accuracy", "count": 1, "value": 1.0, "low": 0.2, "high": 1.0}
 
@@ -116,3 +118,11 @@ def test_two_files_with_one_label_are_refused(synthetic: SimpleNamespace) -> Non
     paths = synthetic.write(a=synthetic.evaluation(5, "same"), b=synthetic.evaluation(6, "same"))
     with pytest.raises(UserError, match='same label "same"'):
         read_inputs(paths)
+
+
+def test_a_name_that_is_no_utf8_becomes_a_label_that_a_page_can_hold(synthetic: SimpleNamespace) -> None:
+    path = synthetic.folder / os.fsdecode(b"b\xe4r.json")
+    path.write_text(json.dumps(synthetic.evaluation(5)))
+    assert [entry.label for entry in read_inputs([path]).evaluations] == ["b\N{REPLACEMENT CHARACTER}r"]
+    build_report([path], synthetic.folder / "page.html")
+    assert "b\N{REPLACEMENT CHARACTER}r.json" in (synthetic.folder / "page.html").read_text()

@@ -136,6 +136,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*command, "--json", "--peak-tflops", "100", "--utilisation", "0.5"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["total_bytes_per_gpu"] == sum(told["bytes_per_gpu"].values()) and told["peak_tflops"] == 100
+    assert (
+        main([*command, "--peak-tflops", "1e9"]) == 0
+        and "time               a minute at most" in capsys.readouterr().out
+    )
     assert not (tmp_path / "out").exists()
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,10 @@ def test_dry_run_reads_no_weights_and_writes_nothing(make_recipe: MakeRecipe, ba
     touched = [group for group in summary.groups if group.name.startswith("touched")]
     assert [(group.tensors, group.parameters, group.learning_rate) for group in touched] == [(1, 8 * 16, 0.03)]
     assert "touched" in summary.table() and "0.03" in summary.table()
+    done = replace(summary, first_loss=2.0, last_loss=1.5)
+    assert "loss 2.0000 -> 1.5000 in" in done.table()
+    # A run as short as one line of the log has one mean, and no change.
+    assert "loss 1.5000, the mean of the steps, in" in replace(done, first_loss=1.5).table()
 
 
 def test_checkpoint_without_tokenizer(make_recipe: MakeRecipe, base: Path) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from longrecall.checkpoint_place import local_folder
 from longrecall.errors import UserError, ran_out_of_memory
 from longrecall.units import parse_length
 
@@ -54,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if value is not None and value > _MOST:
             raise UserError(f"--{name.replace('_', '-')} must be at most {_MOST:,}, got {value}")
+    if args.target != "ops":
+        local_folder(args.target)  # a wrong name is said at once, not after torch was imported
     import torch
 
     from longrecall.evaluation.results import environment

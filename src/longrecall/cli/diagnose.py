@@ -8,6 +8,7 @@ import math
 import sys
 from typing import Any
 
+from longrecall.checkpoint_place import local_folder
 from longrecall.cli.completion import completed
 from longrecall.errors import UserError
 from longrecall.tables import aligned, in_runs
@@ -91,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     }
     training_length = None if args.training_length is None else _length(args.training_length, "--training-length")
     parts = None if args.parts is None else [part.strip() for part in args.parts.split(",")]
+    local_folder(args.checkpoint)  # a wrong name is said at once, not after torch was imported
 
     from longrecall.diagnostics.diagnosis import diagnose_checkpoint
     from longrecall.evaluation.parallel import torchrun_ranks

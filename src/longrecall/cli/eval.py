@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from longrecall.checkpoint_place import local_folder
 from longrecall.cli.completion import completed
 from longrecall.cli.quantize_option import add_quantize
 from longrecall.cli.suite_options import add_suite_options, expand_suite
@@ -98,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     segment_tokens = _length(args.segment_tokens, "--segment-tokens")
 
     longest, step = _search(args, tasks), _length(args.step, "--step")
+    local_folder(args.checkpoint)  # a wrong name is said at once, not after torch was imported
 
     from longrecall.evaluation.checkpoint import evaluate_checkpoint
     from longrecall.evaluation.parallel import torchrun_ranks

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from longrecall.checkpoint_place import local_folder
 from longrecall.cli.completion import completed
 from longrecall.errors import UserError
 
@@ -90,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     short = {name.removeprefix(_PLACE): value for name, value in vars(args).items() if name.startswith(_PLACE)}
     given = [f"{option}={value}" for option, value in short.items() if value is not None]
     options = parse_options([*args.options, *given])
+    local_folder(args.checkpoint)  # a wrong name is said at once, not after torch was imported
     from longrecall.surgery.expansion import expand_with
 
     summary = expand_with(

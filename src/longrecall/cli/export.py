@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from longrecall.checkpoint_place import local_folder
 from longrecall.cli.completion import completed
 
 HELP = "write a checkpoint in the format of another library, which can load it without longrecall"
@@ -42,6 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export, print the table (or JSON), return the exit code."""
+    local_folder(args.checkpoint)  # a wrong name is said at once, not after torch was imported
     from longrecall.export.exporting import export_checkpoint
 
     summary = export_checkpoint(

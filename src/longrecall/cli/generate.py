@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from longrecall.checkpoint_place import local_folder
 from longrecall.cli.quantize_option import add_quantize
 from longrecall.errors import UserError
 
@@ -70,6 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read, keep, write; return the exit code."""
     _check(args)
+    local_folder(args.checkpoint)  # a wrong name is said at once, not after torch was imported
     text = _prompt(args)
     from longrecall.files import check_no_input
     from longrecall.models.checkpoint import check_no_part
@@ -117,7 +119,7 @@ def _generate(args: argparse.Namespace, text: str) -> int:
             "tokens_before": 0 if start is None else int(start.position[0]),
             "state": args.save_state,
         }
-        print(json.dumps(facts, ensure_ascii=False, indent=2))
+        print(json.dumps(facts, indent=2))
     else:
         if wanted:
             print(answer)

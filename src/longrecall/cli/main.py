@@ -10,6 +10,7 @@ import argparse
 import errno
 import importlib
 import importlib.util
+import io
 import os
 import re
 import sys
@@ -152,6 +153,9 @@ def _open_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (as long as the process)
+    # A terminal that lacks a letter, or a file name that is no UTF-8, is shown as stderr shows it, and ends nothing.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _run(words: Sequence[str]) -> int:

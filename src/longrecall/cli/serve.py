@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from longrecall.checkpoint_place import local_folder
 from longrecall.cli.quantize_option import add_quantize
 from longrecall.errors import UserError
 from longrecall.files import expand_home
@@ -83,12 +84,15 @@ def run(args: argparse.Namespace) -> int:
             f"--bank {args.bank} is not a folder; make it, and put a state into it with "
             f"longrecall generate CKPT --prompt-file TEXT --save-state {Path(args.bank) / 'NAME.safetensors'}"
         )
+    from longrecall.installing import check_installed
+
+    check_installed("aiohttp", "serving")
+    local_folder(args.checkpoint)  # a wrong name is said at once, not after torch was imported
     import asyncio
 
     from longrecall.serving.engine import Engine
-    from longrecall.serving.server import Server, check_aiohttp, serve
+    from longrecall.serving.server import Server, serve
 
-    check_aiohttp()  # before a model is read
     name = args.name or Path(args.checkpoint).resolve().name
     with Engine(
         args.checkpoint,

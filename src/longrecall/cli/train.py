@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from longrecall.checkpoint_place import local_folder
 from longrecall.errors import RefusedTogether, UserError, first_process
 
 HELP = "train a checkpoint; a YAML recipe says on what and how"
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(
                 f"--{name.replace('_', '-')} belongs to --plan; torchrun --nproc-per-node sets the GPUs of a run"
             )
+    local_folder(recipe.model.checkpoint)  # a wrong name is said at once, not after torch was imported
     from longrecall.training.parallel.place import leave_group
     from longrecall.training.run import run_recipe
 

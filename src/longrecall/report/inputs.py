@@ -11,6 +11,7 @@ from typing import Any
 
 from longrecall.errors import UserError, did_you_mean
 from longrecall.evaluation.results import SCHEMA, check_result, read_json
+from longrecall.files import printable
 from longrecall.report.diagnoses import Diagnosis, parse_diagnosis
 from longrecall.report.sweeps import Sweep, parse_sweep
 from longrecall.tasks.registry import declaration_of
@@ -93,10 +94,10 @@ def read_inputs(paths: Sequence[str | Path], labels: Mapping[str, str] | None = 
     sweeps: list[Sweep] = []
     for path in paths:
         data = read_json(path)
-        source = str(path)
+        source = printable(path)
         kind = _kind(data, source)
         _check_mappings(data, source)
-        label = _label(data, source, chosen, [*evaluations, *trainings, *diagnoses, *sweeps])
+        label = _label(data, path, chosen, [*evaluations, *trainings, *diagnoses, *sweeps])
         if kind == "evaluation":
             check_result(data, source)
             evaluations.append(Evaluation(label, source, data, _measurements(data, source)))
@@ -147,7 +148,7 @@ def _check_mappings(data: Mapping[str, Any], source: str) -> None:
 
 def _label(
     data: Mapping[str, Any],
-    source: str,
+    source: str | Path,
     chosen: Mapping[Path, str],
     earlier: Sequence[Evaluation | Training | Diagnosis | Sweep],
 ) -> str:
@@ -155,11 +156,12 @@ def _label(
     taken = {entry.label: entry.source for entry in earlier if entry.data["kind"] == data["kind"]}
     own = chosen.get(place) or data.get("label")
     if isinstance(own, str) and own.strip():
+        own = printable(own)
         if own in taken:
             raise UserError(f'{source} and {taken[own]} have the same label "{own}"; rename one: --label NAME=FILE')
         return own
     # before.json of two runs: the folder tells them apart.
-    for name in (place.stem, f"{place.parent.name}/{place.stem}"):
+    for name in (printable(place.stem), printable(f"{place.parent.name}/{place.stem}")):
         if name not in taken:
             return name
     raise UserError(f"{source} and another file would have the same label; name them: --label NAME=FILE")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from longrecall.errors import UserError
-from longrecall.installing import install_command
+from longrecall.installing import check_installed
 from longrecall.serving.engine import Engine
 from longrecall.serving.protocol import Answer, Asked, Refused, error_body, parse, reason_of
 from longrecall.serving.request import Closed, NoNumbers, Overloaded, Request, TokenLogprobs
@@ -27,21 +27,13 @@ RETRY_AFTER = 1
 Handler = Callable[[Any], Any]
 
 
-def check_aiohttp() -> None:
-    """Raise UserError where aiohttp, which serving alone needs, is not installed."""
-    try:
-        import aiohttp  # noqa: F401
-    except ImportError as error:
-        raise UserError(f"serving needs aiohttp: {install_command('aiohttp')}") from error
-
-
 class Server:
     """The application: `app` is aiohttp's. `name`: of the model, as clients call it."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine, self.name = engine, name
         self.closing = False
-        check_aiohttp()
+        check_installed("aiohttp", "serving")
         from aiohttp import web
 
         @web.middleware

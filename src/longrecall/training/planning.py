@@ -125,10 +125,17 @@ class RunPlan:
             f"{'FLOPs a step':<28}{self.flops_per_step:>12.3g}",
             f"{'FLOPs of the run':<28}{self.flops_per_step * self.steps:>12.3g}",
             "",
-            f"time               {self.hours:,.1f} hours at {self.utilisation:.0%} of {self.gpus} x "
+            f"time               {_in_words(self.hours)} at {self.utilisation:.0%} of {self.gpus} x "
             f"{self.peak_tflops:,.0f} TFLOP/s",
         ]
         return "\n".join(lines)
+
+
+def _in_words(hours: float) -> str:
+    if hours >= 1:
+        return f"{hours:,.1f} hours"
+    minutes = math.ceil(hours * 60)
+    return f"{minutes} minutes" if minutes > 1 else "a minute at most"
 
 
 def plan_run(recipe: Recipe, hardware: Hardware) -> RunPlan:

@@ -97,7 +97,14 @@ class TrainingSummary:
             for group in groups
         ]
         if self.last_loss is not None:
-            lines += ["", f"loss {self.first_loss:.4f} -> {self.last_loss:.4f} in {self.seconds:.0f} s"]
+            # A run of no more steps than a line of the log stands for has one mean: nothing to compare.
+            one = self.first_loss == self.last_loss
+            change = (
+                f"{self.last_loss:.4f}, the mean of the steps,"
+                if one
+                else f"{self.first_loss:.4f} -> {self.last_loss:.4f}"
+            )
+            lines += ["", f"loss {change} in {self.seconds:.0f} s"]
         if self.best is not None:
             end = f"; stopped early after step {self.steps:,}" if self.stopped_early else ""
             lines.append("best {metric} {value:.4f} at step {step:,}".format(**self.best) + end)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
+from longrecall.checkpoint_place import HUB_ID, local_folder
 from longrecall.errors import UserError, first_line
 from longrecall.files import expand_home
 from longrecall.models.formats.weights import SAFETENSORS_FILE, SAFETENSORS_INDEX, TORCH_FILE
@@ -30,7 +30,6 @@ COMPANION_PATTERNS = (
     "NOTICE*",
 )
 _WEIGHT_PATTERNS = (SAFETENSORS_FILE, SAFETENSORS_INDEX, "model-*.safetensors", "origin/*")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def locate(path_or_hub_id: str | Path) -> Path:
@@ -42,14 +41,9 @@ def locate(path_or_hub_id: str | Path) -> Path:
     Raises:
         UserError: no such folder and no hub id, a file instead of a folder, or a hub that cannot be reached or says no.
     """
-    path = expand_home(path_or_hub_id)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise UserError(f"{path} is a file; a checkpoint is a folder with config.json and model.safetensors")
+    if (here := local_folder(path_or_hub_id)) is not None:
+        return here
     name = str(path_or_hub_id)
-    if not _HUB_ID.fullmatch(name):
-        raise UserError(f"{name} does not exist; give a checkpoint folder or a hub id such as org/name")
     folder = _download(name, ["config.json", "surgery.json", *_WEIGHT_PATTERNS, *COMPANION_PATTERNS])
     if not any((folder / file).exists() for file in (SAFETENSORS_FILE, SAFETENSORS_INDEX)):
         folder = _download(name, ["config.json", TORCH_FILE, *COMPANION_PATTERNS])
@@ -59,7 +53,7 @@ def locate(path_or_hub_id: str | Path) -> Path:
 def locate_tokenizer(path_or_hub_id: str | Path) -> Path:
     """Return the local folder of a tokenizer: as `locate`, but of a hub id no weights are fetched."""
     path = expand_home(path_or_hub_id)
-    if path.is_dir() or not _HUB_ID.fullmatch(str(path_or_hub_id)):
+    if path.is_dir() or not HUB_ID.fullmatch(str(path_or_hub_id)):
         return path
     return _download(str(path_or_hub_id), ["config.json", *COMPANION_PATTERNS])
 
