@@ -20,6 +20,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import longrecall
 from longrecall.cli.main import VERBS, build_parser
@@ -185,6 +186,12 @@ def test_advice_names_packages_and_not_our_extras() -> None:
     assert wrong == []
     assert install_command("lm_eval", "pyarrow", "nothing-of-ours").startswith('pip install "lm_eval>=')
     assert install_command("nothing-of-ours") == "pip install nothing-of-ours"
+
+
+def test_the_pinned_packages_print_the_harness_table_with_its_headers() -> None:
+    """Before 1.0 pytablewriter knew no `headers`, and lm_eval's table had the columns A, B, C."""
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert Version(pins["pytablewriter"]) >= Version("1.0")
 
 
 def test_without_metadata_the_names_suffice(monkeypatch: pytest.MonkeyPatch) -> None:

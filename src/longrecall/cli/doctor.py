@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 from longrecall.errors import UserError
 
@@ -24,6 +25,8 @@ def run(args: argparse.Namespace) -> int:
     """Print what there is, return the exit code; raise UserError where the base does not work."""
     from longrecall.doctor.examination import as_text, examine
 
+    if sys.stderr.isatty() and not args.json:
+        print("looking at packages, kernels and folders: ten seconds or so", file=sys.stderr)
     facts = examine()
     print(json.dumps(facts, indent=2) if args.json else as_text(facts))
     if facts["problems"]:

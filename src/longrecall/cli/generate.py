@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from longrecall.checkpoint_place import local_folder
 from longrecall.cli.quantize_option import add_quantize
 from longrecall.errors import UserError
+from longrecall.progress import drawing_interval
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +140,14 @@ def read(
     long = progress and len(tokens) > SEGMENT
     with (
         torch.inference_mode(),
-        tqdm(total=len(tokens), unit="tok", unit_scale=True, desc="read", disable=not long) as bar,
+        tqdm(
+            total=len(tokens),
+            unit="tok",
+            unit_scale=True,
+            desc="read",
+            disable=not long,
+            mininterval=drawing_interval(),
+        ) as bar,
     ):
         for first in range(0, len(tokens), SEGMENT):
             part = torch.tensor([tokens[first : first + SEGMENT]], device=model.device)

@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
             if args.json:
                 print(json.dumps({"model": name, "url": url, "slots": engine.slots}), flush=True)
             else:
-                print(f"{name} answers on {url} ({engine.slots} slots)", file=sys.stderr, flush=True)
+                print(f'the model "{name}" answers on {url} ({engine.slots} slots)', file=sys.stderr, flush=True)
 
         asyncio.run(serve(Server(engine, name), args.host, args.port, grace=args.grace, ready=ready))
     return 0

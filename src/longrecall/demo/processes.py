@@ -13,6 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from longrecall.errors import UserError
+from longrecall.progress import drawing_interval
 
 POLL_SECONDS = 0.3
 LAST_LINES = 3
@@ -65,7 +66,13 @@ class TrainingProcess(Process):
         command = [sys.executable, "-m", "longrecall.cli.main", "train", str(recipe), *arguments]
         super().__init__(label, command, output.parent)
         # One bar below the other; the first stands where the cursor is.
-        self._bar = tqdm(total=steps, desc=f"    {label}", unit="step", position=0 if label == "enlarged" else 1)
+        self._bar = tqdm(
+            total=steps,
+            desc=f"    {label}",
+            unit="step",
+            position=0 if label == "enlarged" else 1,
+            mininterval=drawing_interval(),
+        )
 
     def advance(self) -> None:
         """Move the bar to the last logged step."""

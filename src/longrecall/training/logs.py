@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from longrecall.errors import UserError
 from longrecall.files import write_json, write_text
+from longrecall.progress import drawing_interval
 from longrecall.version import __version__
 
 LOG_FILE = "log.jsonl"
@@ -59,7 +60,15 @@ class Bar:
     """A progress bar on stderr with the time left and the last loss."""
 
     def __init__(self, steps: int, done: int, tokens_per_step: int, enabled: bool) -> None:
-        self._bar = tqdm(total=steps, initial=done, desc="train", unit="step", disable=not enabled, file=sys.stderr)
+        self._bar = tqdm(
+            total=steps,
+            initial=done,
+            desc="train",
+            unit="step",
+            disable=not enabled,
+            file=sys.stderr,
+            mininterval=drawing_interval(),
+        )
         self._tokens = tokens_per_step
 
     def step(self) -> None:
