@@ -181,6 +181,21 @@ def test_a_file_of_another_user_that_nobody_holds_is_replaced(tmp_path: Path, mo
         assert json.loads(file.read_text())["pid"] == os.getpid()
 
 
+def test_a_folder_that_may_not_be_written_is_said_to_be_forbidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real: Callable[..., int] = os.open
+
+    def forbidden(path: str | Path, flags: int, *rest: int) -> int:
+        if flags & os.O_CREAT:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", forbidden)
+    with pytest.raises(PermissionError), hold(lock_file_of(tmp_path / "out.json"), "x", "advice"):
+        pass
+
+
 def test_a_file_system_without_locks_is_said_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -176,8 +176,11 @@ def _open(file: Path) -> tuple[int, bool]:
     """Return a handle of the lock file, made if need be, and whether it can be written."""
     try:
         return os.open(file, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666), True
-    except PermissionError:
-        return os.open(file, os.O_RDONLY | _NO_LINK), False
+    except PermissionError as refused:
+        try:
+            return os.open(file, os.O_RDONLY | _NO_LINK), False
+        except FileNotFoundError:  # nobody has left a lock: it is the folder that may not be written
+            raise refused from None
 
 
 def _has_name(handle: int, file: Path) -> bool:
