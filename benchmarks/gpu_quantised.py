@@ -196,23 +196,32 @@ def wide_products(rows: Rows) -> None:
         rows.measure(f"product {inner} x {wide} of {shape}, {batch} rows", measure)
 
 
+OTHERS = ("gated_delta_net_1.5b", "mamba2_1.3b")
+PARTS = ("gla", "400m", "states", "products", "wide", "others")
+"""What was asked for first, should the time end."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a small model")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of the rows [all]")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows, tiny = Rows("gpu_quantised", args.out), args.tiny
+    rows, tiny, large = Rows("gpu_quantised", args.out), args.tiny, 4 if args.tiny else LARGE
     kinds = ("bf16", *KINDS)
+    work: dict[str, Callable[[], None]] = {
+        "gla": lambda: models(rows, ["gla_1.3b"], [ONE], kinds, tiny=tiny),
+        "400m": lambda: models(rows, ["gated_delta_net_400m"], [ONE, large], kinds, tiny=tiny),
+        "states": lambda: states(rows, "gated_delta_net_400m_e8", large, tiny=tiny),
+        "products": lambda: products(rows) if DEVICE == "cuda" else None,
+        "wide": lambda: wide_products(rows) if DEVICE == "cuda" else None,
+        "others": lambda: models(
+            rows, [] if tiny else ["gated_delta_net_1.5b", "mamba2_1.3b"], [ONE], kinds, tiny=tiny
+        ),
+    }
     with torch.no_grad():
-        # What was asked for first, should the time end.
-        models(rows, ["gla_1.3b"], [ONE], kinds, tiny=tiny)
-        models(rows, ["gated_delta_net_400m"], [ONE, 4 if tiny else LARGE], kinds, tiny=tiny)
-        states(rows, "gated_delta_net_400m_e8", 4 if tiny else LARGE, tiny=tiny)
-        if DEVICE == "cuda":
-            products(rows)
-            wide_products(rows)
-        if not tiny:
-            models(rows, ["gated_delta_net_1.5b", "mamba2_1.3b"], [ONE], kinds, tiny=tiny)
+        for part in args.parts:
+            work[part]()
 
 
 if __name__ == "__main__":

@@ -149,7 +149,8 @@ def test_plain_calls() -> None:
 
 
 def test_weights_of_one_byte() -> None:
-    rows = rows_of("gpu_quantised")
+    before = rows_of("gpu_quantised")
+    rows = before | rows_of("gpu_wide_steps")
     for title, model, batch in (
         ("Gated DeltaNet 400M, 1", "gated_delta_net_400m", 1),
         ("Gated DeltaNet 400M, 256", "gated_delta_net_400m", 256),
@@ -158,10 +159,16 @@ def test_weights_of_one_byte() -> None:
     ):
         kinds = [rows[f"{model}: {kind} weights, generate, batch {batch}"] for kind in ("bf16", "int8", "fp8")]
         assert f"| {title} | {' | '.join(format(row['ms_per_token'], '.2f') for row in kinds)} |" in PAGE
-    e8 = [rows[f"gated_delta_net_400m_e8: {kind} states, generate, batch 256"] for kind in ("bfloat16", "float32")]
-    fast, plain = (row["tokens_per_second"] / 1e3 for row in e8)
-    words = PAGE
+    e8 = [f"gated_delta_net_400m_e8: {kind} states, generate, batch 256" for kind in ("bfloat16", "float32")]
+    fast, plain = (rows[name]["tokens_per_second"] / 1e3 for name in e8)
+    words = " ".join(PAGE.split())
     assert f"writes {fast:.1f} thousand tokens a second at batch 256 with bfloat16 states, {plain:.1f} with" in words
+    assert "it wrote {:.1f} and {:.1f}, and".format(*(before[name]["tokens_per_second"] / 1e3 for name in e8)) in words
+    plain, *bytewise = (
+        before[f"gated_delta_net_400m: {kind} weights, generate, batch 256"]["ms_per_token"]
+        for kind in ("bf16", "int8", "fp8")
+    )
+    assert f"took {plain:.2f} ms, with int8 {bytewise[0]:.2f}, with fp8 {bytewise[1]:.2f}" in words
 
 
 def test_steps_of_small_models() -> None:
