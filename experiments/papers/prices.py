@@ -13,6 +13,7 @@ from typing import Any
 
 from experiments.common.pages import ROOT, read
 from experiments.papers.records import bench
+from experiments.retrieval import report_selector
 from longrecall.training.planning import H200_TFLOPS, Hardware, plan_run
 from longrecall.training.recipe import Recipe
 
@@ -20,6 +21,8 @@ RECIPES = ROOT / "recipes"
 PEAK = H200_TFLOPS["bf16"] * 1e12
 AT_ONCE = 6
 """Small models that train beside each other on one GPU, the fewest of the recorded sweeps."""
+LEFT = {"paper's selector": report_selector.hours_left}
+"""What is left of a sweep, by the key `left` of a claim: hours."""
 SMALL = "under 1"
 """The price of an evaluation, a benchmark or a small study."""
 
@@ -62,10 +65,11 @@ def sweep_hours(file: str, task: str, runs: int, epochs: int) -> float:
 
 def price(entry: Mapping[str, Any]) -> str:
     """The price of an entry in hours, two digits; empty where no training or measuring would settle it."""
-    if "seconds" in entry:
-        hours = sweep_hours(**entry["seconds"])
-    elif "runs" in entry:
-        hours = sum(hours_of(run) for run in entry["runs"])
-    else:
+    if not {"seconds", "runs", "left"} & set(entry):
         return SMALL if "hours" in entry else ""
+    hours = sum(hours_of(run) for run in entry.get("runs", []))
+    if "seconds" in entry:
+        hours += sweep_hours(**entry["seconds"])
+    if "left" in entry:
+        hours += LEFT[entry["left"]]()
     return f"{float(f'{hours:.2g}'):,.0f}" if hours >= 1 else SMALL

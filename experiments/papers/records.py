@@ -21,7 +21,7 @@ from experiments.common.pages import ROOT, number, read
 from experiments.common.pages import share as cut_off
 from experiments.evidence import records as evidence
 from experiments.length import records as length
-from experiments.retrieval import cells, report_controls, report_mad, report_perplexity
+from experiments.retrieval import cells, report_controls, report_mad, report_perplexity, report_selector
 from experiments.state_recall import records as states
 from longrecall.models.outline import open_outline
 
@@ -227,6 +227,14 @@ def beside(what: str) -> str:
     return str({"all": len(pairs), "same": counts[1], "far": counts[3]}[what])
 
 
+def selector(layer: str, what: str) -> str:
+    """Of the cells by the paper's own selector at that index: the `range`, or the mean at a length."""
+    found = report_selector.accuracies(int(layer))
+    if what == "range":
+        return f"{cut_off(min(found.values()))} to {cut_off(max(found.values()))}"
+    return cut_off(statistics.mean(value for cell, value in found.items() if what == str(cell[2])))
+
+
 def mad(task: str, mixer: str) -> str:
     """Best accuracy of the runs without and with retrieval, those that were cut off too."""
     keys = [(f"mad_{task}", mixer, with_it) for with_it in (False, True)]
@@ -362,6 +370,7 @@ NUMBERS: dict[str, Callable[..., str]] = {
             cells_with,
             controls,
             beside,
+            selector,
             mad,
             bits,
             minutes,

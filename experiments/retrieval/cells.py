@@ -18,6 +18,8 @@ from longrecall.tasks.published import RESONA_LENGTHS, RESONA_WIDTHS
 PRESENT = "mqar_table11.json"
 BEFORE = "mqar_table11_without_runners_up.json"
 OURS = "mqar_ours.json"
+HARD = "mqar_table11_hard.json"
+"""Table 11 with retrieval by the paper's own selector."""
 MIXERS = ("base_conv", "h3", "hyena", "rwkv5", "mamba", "mamba2")
 LAYERS = (0, 2)
 OUR_MIXERS = ("gla", "gated_delta_net", "gated_delta_net_e4")

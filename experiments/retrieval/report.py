@@ -19,9 +19,10 @@ from pathlib import Path
 
 from experiments.common import pages
 from experiments.common.pages import NOT_RUN, number, read, share, table, until_then
-from experiments.retrieval import report_controls, report_mad, report_perplexity
+from experiments.retrieval import report_controls, report_mad, report_perplexity, report_selector
 from experiments.retrieval.cells import (
     BEFORE,
+    HARD,
     LAYERS,
     MIXERS,
     OUR_MIXERS,
@@ -263,6 +264,7 @@ def tables() -> dict[str, str]:
         "cost of decoding": decoding_table(),
         "cost of attention": attention_table(),
         "cost in the paper": paper_table(),
+        **(report_selector.tables() if (pages.RESULTS / HARD).exists() else {}),
         **(report_mad.tables() if (pages.RESULTS / report_mad.RECORD).exists() else {}),
         **(report_perplexity.tables() if (pages.RESULTS / report_perplexity.RECORD).exists() else {}),
     }
