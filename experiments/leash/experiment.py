@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common.command import provenance
+from experiments.leash.records import all_rows, calls
 from longrecall.evaluation.checkpoint import evaluate_checkpoint
 from longrecall.files import write_json
 from longrecall.surgery.expansion import expand
@@ -125,18 +126,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     settings = {key: value for key, value in vars(args).items() if key not in ("arms", "seeds")}
-    if args.out.exists():
-        record = json.loads(args.out.read_text(encoding="utf-8"))
-    else:
-        record = provenance(settings) | {"results": []}
-    known = {(row["arm"], row["seed"]) for row in record["results"]}
+    # This call's own machine and versions: the file may have runs of others.
+    call = provenance(settings) | {"results": []}
+    earlier = calls(json.loads(args.out.read_text(encoding="utf-8"))) if args.out.exists() else []
+    known = {(row["arm"], row["seed"]) for row in all_rows({"calls": earlier})}
     for seed in args.seeds:
         for arm in args.arms:
             own = 0 if arm == "base" else seed
             if (arm, own) not in known:
-                record["results"].append(run_of(arm, own, args))
+                call["results"].append(run_of(arm, own, args))
                 known.add((arm, own))
-                write_json(args.out, record)
+                write_json(args.out, {"calls": [*earlier, call]})
 
 
 if __name__ == "__main__":
