@@ -208,7 +208,7 @@ def test_the_engine() -> None:
         assert f"| {title} | {' | '.join(cells)} | {longest}|" in PAGE
         assert f"| {slots} | {order} | {round(row['tokens_per_s'], -1):,.0f} | {cells[2]} |" in serving
         assert f"256 requests with {row['new_tokens']:,} new tokens in all" in words and row["requests"] == 256
-    assert f"its own steps take {bound / every['uniform_s']:.2f} of the uniform batch" in " ".join(serving.split())
+    assert f"Its own steps take {bound / every['uniform_s']:.2f} of the uniform batch" in " ".join(serving.split())
     left = rows["memory"]
     told = f"10,000 requests took {left['seconds']:.1f} s and left {left['gpu_bytes']} bytes on the GPU"
     assert f"{told}; the process grew by {left['process_bytes'] / 2**20:.0f} MiB" in words
