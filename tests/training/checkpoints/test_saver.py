@@ -162,7 +162,7 @@ def test_a_recipe_of_an_older_version_is_filled_up(make_recipe: MakeRecipe) -> N
     shared = older.fit(recipe, 3)
     assert shared.run.batch_size == 1
     assert older.fit(shared, 3) == shared
-    with pytest.raises(UserError, match=r"3 rows in a batch of all processes, which 2 cannot share; .* divides 3"):
+    with pytest.raises(UserError, match=r"3 rows in .*, which 2 processes cannot share equally; .* divides 3"):
         older.fit(recipe, 2)
     with pytest.raises(UserError, match=r"run\.batch_size was 3 and is now 2"):
         older.fit(make_recipe("run.steps=2", "run.batch_size=2"), 1)
