@@ -29,10 +29,15 @@ def on_processes(world: int, work: Callable[[], None]) -> None:
     """Run `work` in `world` forked processes with torchrun's variables; SystemExit when one fails."""
     store, children = meeting_point(), []
     told, held = os.pipe()
+    # They begin together, once all are there: the store's thread answers whoever has begun, and a fork in the middle of
+    # an answer could take a lock along that nobody opens.
+    begun, begin = os.pipe()
     for rank in range(world):
         child = os.fork()
         if not child:
             os.close(held)
+            os.close(begin)
+            os.read(begun, 1)
             threading.Thread(target=_end_with, args=(told,), daemon=True).start()
             ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
             os.environ |= {name: str(value) for name, value in ranks.items()}
@@ -49,8 +54,9 @@ def on_processes(world: int, work: Callable[[], None]) -> None:
                 sys.stderr.flush()
                 os._exit(code)
         children.append(child)
+    os.close(begin)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    for end in (told, held):
+    for end in (told, held, begun):
         os.close(end)
     del store
     if any(codes):
