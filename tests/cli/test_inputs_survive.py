@@ -30,12 +30,14 @@ def test_an_input_is_refused_as_output(
     monkeypatch.chdir(tmp_path)
     shutil.copy(SMOKE, "mine")
     Path("other").write_text("{}")
+    Path("ckpt").mkdir()  # a checkpoint that does not exist would be what is told first
     before = Path("mine").read_bytes()
     assert main(words) == 2
     told = capsys.readouterr().err
     assert "mine is an input of this command and would be overwritten" in told and advice in told
     assert told.count("\n") == 1
-    assert Path("mine").read_bytes() == before and sorted(path.name for path in tmp_path.iterdir()) == ["mine", "other"]
+    assert Path("mine").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["ckpt", "mine", "other"]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
