@@ -6,6 +6,7 @@ docstrings of public names are read where they are printed, on the generated pag
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,15 @@ def test_every_string_that_may_be_read_is_found(tmp_path: Path) -> None:
     ((line, text),) = messages(source)
     assert line == 6 and [words(said) for said in sentences(text)] == [82]
     assert len(too_long(text, PROGRAM)) == 1 and too_long("Short enough.", PROGRAM) == []
+
+
+def test_no_line_becomes_a_list_by_its_first_number() -> None:
+    """A number and a full stop at the beginning of a line is an entry of a list, also where a sentence ends so."""
+    for page in PAGES:
+        text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        last = 0
+        for line in text.splitlines():
+            found = re.match(r"\s*(\d+)[.)]\s", line)
+            if found is not None:
+                assert int(found[1]) in (1, last + 1), f"{page.relative_to(ROOT)}: {line}"
+                last = int(found[1])
