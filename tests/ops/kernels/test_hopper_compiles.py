@@ -155,7 +155,7 @@ def products_of_a_step() -> list[Case]:
             products = 8 if tall == 64 else 0
             cut = {**tile, "SCALED": kind != "*bf16", "BM": high, "BN": tall}
             for name, more, pairs in (
-                ("_wide_product_kernel", {"PARTS": 9, "BIAS": True}, 1),
+                ("_wide_product_kernel", {"PARTS": 9, "APART": 8, "BIAS": True}, 1),
                 ("_wide_gate_up_kernel", {}, 2),
             ):
                 quick, place = (kind, high, pairs) == ("*i8", 64, 1), f"decoding.triton.wide_products.{name}"
@@ -190,7 +190,7 @@ def tiles_on_gpus(kind: str, types: dict[str, str]) -> list[Case]:
             constants = {
                 "SCALED": held != dtype, "BM": tile.high, "BN": tile.tall, "BK": tile.columns,
                 "LINES": 16, "LINE": 64, "DOT": dot, "UPCAST": False, "PRECISION": precision, "EARLY": 0,
-                **({"PARTS": 9, "BIAS": False} if pairs == 1 else {}),
+                **({"PARTS": 9, "APART": 8, "BIAS": False} if pairs == 1 else {}),
             }  # fmt: skip
             place = f"decoding.triton.wide_products.{'_wide_product_kernel' if pairs == 1 else '_wide_gate_up_kernel'}"
             quick = (kind, capability, rows, pairs) == ("*bf16", 89, 64, 2)

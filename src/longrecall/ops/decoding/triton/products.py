@@ -128,14 +128,46 @@ def small_product(x, w, n, count, size, BD: tl.constexpr):
 
 
 @triton.jit
-def _or_next(w, scales, count, begun, place, next_w, next_scales, next_count, block, BN: tl.constexpr):
+def _or_next(
+    w, scales, count, begun, place, next_w, next_scales, next_count, block, BN: tl.constexpr, APART: tl.constexpr
+):  # fmt: skip
     """A weight, its rows, and the first block and column of its output; those of the next weight past its blocks."""
     later = begun + tl.cdiv(count, BN)
     there = block >= later
     return (
         tl.where(there, next_w, w), tl.where(there, next_scales, scales), tl.where(there, next_count, count),
-        tl.where(there, later, begun), tl.where(there, place + count, place),
+        tl.where(there, later, begun), tl.where(there, place + tl.cdiv(count, APART) * APART, place),
     )  # fmt: skip
+
+
+@triton.jit
+def weight_of_block(
+    block, w0, w1, w2, w3, w4, w5, w6, w7, w8, s0, s1, s2, s3, s4, s5, s6, s7, s8,
+    n0, n1, n2, n3, n4, n5, n6, n7, n8, PARTS: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """The weight of which a block has rows, its scales and rows, and the first block and column of its output.
+
+    It is chosen before the product, so that one product is compiled and not one per weight. Outputs begin at multiples
+    of APART columns.
+    """
+    w, s, count, begun, place = w0, s0, n0, 0, tl.full((), 0, tl.int64)
+    if PARTS > 1:
+        w, s, count, begun, place = _or_next(w, s, count, begun, place, w1, s1, n1, block, BN, APART)
+    if PARTS > 2:
+        w, s, count, begun, place = _or_next(w, s, count, begun, place, w2, s2, n2, block, BN, APART)
+    if PARTS > 3:
+        w, s, count, begun, place = _or_next(w, s, count, begun, place, w3, s3, n3, block, BN, APART)
+    if PARTS > 4:
+        w, s, count, begun, place = _or_next(w, s, count, begun, place, w4, s4, n4, block, BN, APART)
+    if PARTS > 5:
+        w, s, count, begun, place = _or_next(w, s, count, begun, place, w5, s5, n5, block, BN, APART)
+    if PARTS > 6:
+        w, s, count, begun, place = _or_next(w, s, count, begun, place, w6, s6, n6, block, BN, APART)
+    if PARTS > 7:
+        w, s, count, begun, place = _or_next(w, s, count, begun, place, w7, s7, n7, block, BN, APART)
+    if PARTS > 8:
+        w, s, count, begun, place = _or_next(w, s, count, begun, place, w8, s8, n8, block, BN, APART)
+    return w, s, count, begun, place
 
 
 @kernel
@@ -147,24 +179,10 @@ def _project_kernel(
     row = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0)
     x += row * size
-    # The weight is chosen here, so that one product is compiled and not one per weight.
-    w, s, count, begun, place = w0, s0, n0, 0, 0
-    if PARTS > 1:
-        w, s, count, begun, place = _or_next(w, s, count, begun, place, w1, s1, n1, block, BN)
-    if PARTS > 2:
-        w, s, count, begun, place = _or_next(w, s, count, begun, place, w2, s2, n2, block, BN)
-    if PARTS > 3:
-        w, s, count, begun, place = _or_next(w, s, count, begun, place, w3, s3, n3, block, BN)
-    if PARTS > 4:
-        w, s, count, begun, place = _or_next(w, s, count, begun, place, w4, s4, n4, block, BN)
-    if PARTS > 5:
-        w, s, count, begun, place = _or_next(w, s, count, begun, place, w5, s5, n5, block, BN)
-    if PARTS > 6:
-        w, s, count, begun, place = _or_next(w, s, count, begun, place, w6, s6, n6, block, BN)
-    if PARTS > 7:
-        w, s, count, begun, place = _or_next(w, s, count, begun, place, w7, s7, n7, block, BN)
-    if PARTS > 8:
-        w, s, count, begun, place = _or_next(w, s, count, begun, place, w8, s8, n8, block, BN)
+    w, s, count, begun, place = weight_of_block(
+        block, w0, w1, w2, w3, w4, w5, w6, w7, w8, s0, s1, s2, s3, s4, s5, s6, s7, s8,
+        n0, n1, n2, n3, n4, n5, n6, n7, n8, PARTS, BN, 1,
+    )  # fmt: skip
     n = (block - begun) * BN + tl.arange(0, BN)
     wait_unless_prefetching(EARLY)
     held, norm_part = weight_part(w, n, count, 0, size, BD), vector_part(norm, 0, size, BD) + offset

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longrecall.ops.decoding.triton.products import MOST_PARTS, Weight, numbers_of, scales_of, wide
+from longrecall.ops.decoding.triton.products import MOST_PARTS, Weight, numbers_of, scales_of, weight_of_block, wide
 from longrecall.ops.kernels.dependent_launch import wait_if_prefetching, wait_unless_prefetching
 from longrecall.ops.kernels.launch import arithmetic, block, interpreting, kernel, processors, product, shared_memory
 from longrecall.ops.readable import check_numbers
@@ -56,18 +56,6 @@ class Tile(NamedTuple):
     columns: int
     stages: int
     warps: int
-
-
-@triton.jit
-def _or_next(w, scales, count, begun, place, next_w, next_scales, next_count, block, BN: tl.constexpr):
-    """A weight, its rows, its first block and the column at which its output begins; the next one's past its blocks."""
-    later = begun + tl.cdiv(count, BN)
-    there = block >= later
-    apart = tl.cdiv(count, 8) * 8  # _APART
-    return (
-        tl.where(there, next_w, w), tl.where(there, next_scales, scales), tl.where(there, next_count, count),
-        tl.where(there, later, begun), tl.where(there, place + apart, place),
-    )  # fmt: skip
 
 
 @triton.jit
@@ -113,29 +101,16 @@ def _scaled(total, scales, n, count, SCALED: tl.constexpr):
 def _wide_product_kernel(
     x, w0, w1, w2, w3, w4, w5, w6, w7, w8, s0, s1, s2, s3, s4, s5, s6, s7, s8,
     n0, n1, n2, n3, n4, n5, n6, n7, n8, bias, out, x_row, N, size,
-    PARTS: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PARTS: tl.constexpr, APART: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
     BK: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
     DOT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     block = tl.program_id(0)
-    # The weight is chosen here, so that one product is compiled and not one per weight.
-    w, s, count, begun, place = w0, s0, n0, 0, tl.full((), 0, tl.int64)
-    if PARTS > 1:
-        w, s, count, begun, place = _or_next(w, s, count, begun, place, w1, s1, n1, block, BN)
-    if PARTS > 2:
-        w, s, count, begun, place = _or_next(w, s, count, begun, place, w2, s2, n2, block, BN)
-    if PARTS > 3:
-        w, s, count, begun, place = _or_next(w, s, count, begun, place, w3, s3, n3, block, BN)
-    if PARTS > 4:
-        w, s, count, begun, place = _or_next(w, s, count, begun, place, w4, s4, n4, block, BN)
-    if PARTS > 5:
-        w, s, count, begun, place = _or_next(w, s, count, begun, place, w5, s5, n5, block, BN)
-    if PARTS > 6:
-        w, s, count, begun, place = _or_next(w, s, count, begun, place, w6, s6, n6, block, BN)
-    if PARTS > 7:
-        w, s, count, begun, place = _or_next(w, s, count, begun, place, w7, s7, n7, block, BN)
-    if PARTS > 8:
-        w, s, count, begun, place = _or_next(w, s, count, begun, place, w8, s8, n8, block, BN)
+    w, s, count, begun, place = weight_of_block(
+        block, w0, w1, w2, w3, w4, w5, w6, w7, w8, s0, s1, s2, s3, s4, s5, s6, s7, s8,
+        n0, n1, n2, n3, n4, n5, n6, n7, n8, PARTS, BN, APART,
+    )  # fmt: skip
     n = (block - begun) * BN + tl.arange(0, BN)
     m = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
     wait_unless_prefetching(EARLY)
@@ -275,7 +250,7 @@ def _products(x: Tensor, group: list[Weight], bias: Tensor | None, tile: Tile | 
     _wide_product_kernel[(sum(triton.cdiv(count, tile.tall) for count in counts), triton.cdiv(rows, tile.high))](
         x, *numbers, *(scales_of(weight) for weight in (*group, *filler)), *counts, *[0] * len(filler),
         out if bias is None else bias, out, x.stride(0), rows, size,
-        PARTS=len(group), BIAS=bias is not None, **_constants(group[0], tile),
+        PARTS=len(group), APART=_APART, BIAS=bias is not None, **_constants(group[0], tile),
     )  # fmt: skip
     parts = zip(places, counts, strict=False)
     return [out[place * rows : place * rows + count * rows].view(rows, count) for place, count in parts]
